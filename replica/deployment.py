@@ -42,12 +42,11 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engines
 from kvroute.replica.rank import Rank, autoscaling_stats
-from kvroute.replica.uploaded_bodies import UploadedBodies
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.wire.address import Address
-from kvroute.wire.server import HOST, Server, new_secret
+from kvroute.wire.server import HOST, Method, Server, new_secret
 from kvroute.wire.structs import decode_begin
 from kvroute.wire.tls import server_ends
 
@@ -81,7 +80,14 @@ class Replica:
         index = Index(self._redis, self._settings.served_model_name, cluster=self._settings.cluster)
         self._features = ReplicaFeatures()
         self._ranks = self._make_ranks(engines, index)
-        base = ReplicaBase(self._settings, self._redis, index, self._ranks)
+        self._server = Server(
+            self._generate,
+            self._methods(),
+            max_requests=MAX_REQUESTS * len(self._ranks),
+            secret=secret,
+            tls=await asyncio.to_thread(server_ends, self._settings.tls, secret),
+        )
+        base = ReplicaBase(self._settings, self._redis, index, self._ranks, self._server.refusal)
         sides = (feature.replica(base) for feature in FEATURES)
         self._features = ReplicaFeatures(side for side in sides if side is not None)
         self._metrics.export(
@@ -98,30 +104,11 @@ class Replica:
             *(rank.follow_events() for rank in self._ranks),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
-        self._bodies = UploadedBodies(limit_mb=self._settings.max_audio_mb)
         await self._features.start()
         self._tasks += [
             asyncio.create_task(task, name=name) for name, task in self._features.tasks().items()
         ]
-        methods = {
-            "audit": self._audit,
-            "canary": self._canary,
-            "render": self._render,
-            "http": self._http,
-            "end_session": self._end_session,
-            "pull": self._pull,
-            "upload": self._upload,
-            "unstarted": self._unstarted,
-            **self._features.methods(),
-        }
-        max_requests = MAX_REQUESTS * len(self._ranks)
-        self._server = Server(
-            self._generate,
-            methods,
-            max_requests=max_requests,
-            secret=secret,
-            tls=await asyncio.to_thread(server_ends, self._settings.tls, secret),
-        )
+        self._server.methods |= self._features.methods()
         self._refusals = 0  # value of the server's counter at the last report for autoscaling
         await self._server.start(self._host, self._settings.ports)
         self._tasks.append(asyncio.create_task(self._report_pending(), name="report-pending"))
@@ -134,9 +121,8 @@ class Replica:
         return Address(self._host, server.port, server.secret, ranks, tls).as_stats()
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
-        async with self._features.around(request):
-            with self._bodies.used_by(request) as request:
-                await self._ranks[request.rank].generate(request, emit)
+        async with self._features.around(request) as request:
+            await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Run a test request. Metrics do not count it, because no client sent it."""
@@ -181,23 +167,9 @@ class Replica:
             rank=rank,
         )
         chunks: list[Chunk] = []
-        async with self._features.around(request):
+        async with self._features.around(request) as request:
             await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
-
-    async def _upload(self, part: bytes, rank: int) -> bytes:
-        """Store a part of the body of a request that will come.
-
-        Args:
-            part: An encoded BodyPart.
-            rank: Not used, since all ranks share the bodies.
-
-        Returns:
-            Why the replica takes neither the part nor the request; empty: the part is stored.
-        """
-        if refusal := self._server.refusal():
-            return refusal.encode()
-        return await self._bodies.add(part)
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
         """End a session. `session` is its number: 8 bytes, little endian.
@@ -248,7 +220,6 @@ class Replica:
         await self._server.idle()
         await self._wait_for_hand_over()
         await self._server.close()
-        self._bodies.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -307,6 +278,17 @@ class Replica:
                 zip(rank_ids(self.id, len(engines)), engines, strict=True)
             )
         ]
+
+    def _methods(self) -> dict[str, Method]:
+        return {
+            "audit": self._audit,
+            "canary": self._canary,
+            "render": self._render,
+            "http": self._http,
+            "end_session": self._end_session,
+            "pull": self._pull,
+            "unstarted": self._unstarted,
+        }
 
     def _pins(self, rank: int) -> Pins:
         """Return which prompts a rank's engine keeps for features, by the name of the pin."""

@@ -30,8 +30,6 @@ log = logging.getLogger("kvroute.replica")
 MAX_REASON = 600  # maximum length of the reason why vLLM does not fit, in characters
 # Context length for a model whose configuration has no max_position_embeddings.
 DEFAULT_CONTEXT_TOKENS = 131_072
-# Environment variable with vLLM's own limit of a recording, in megabytes.
-MAX_RECORDING = "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB"
 SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
 
 
@@ -58,7 +56,8 @@ async def start_engines(
             if engine.facts.host:
                 engine.serve_blocks(host, settings.ports, key, settings.tls)
         return simulated
-    os.environ.setdefault(MAX_RECORDING, str(settings.max_audio_mb))
+    for name, value in settings.environment.items():
+        os.environ.setdefault(name, value)
     if settings.engine_hooks == "off":
         return await _start_unpatched(settings, folder, "")
     cores = claim_cores(settings.cores)

@@ -34,7 +34,6 @@ from kvroute.router.endpoints import (
     session_routes,
     ui_routes,
 )
-from kvroute.router.forms.recordings import Recordings
 from kvroute.router.middleware.access import Access
 from kvroute.router.middleware.open_requests import Admission
 from kvroute.router.middleware.origins import guard
@@ -101,15 +100,12 @@ class Router:
         unreadable = self._models.first.unreadable
         self._background = background_responses(id_, settings[0], self._keys, unreadable)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
-        self._recordings = Recordings(limit_mb=self._models.settings.max_audio_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
         self._ending = asyncio.create_task(self._end_before_serve(drain_s))
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
         readings = self._models.first.telemetry.readings
-        if readings:
-            self._recordings.export(readings)
         if self._background:
             self._background.start(readings)
         self._services.start(readings)
@@ -122,7 +118,6 @@ class Router:
             self._keys,
             self._limits,
             answers=self._answers,
-            recordings=self._recordings,
             background=self._background,
             services=self._services,
         )
@@ -210,7 +205,6 @@ def application(
     limits: Limits | None = None,
     *,
     answers: RunningAnswers | None = None,
-    recordings: Recordings | None = None,
     background: BackgroundResponses | None = None,
     services: RouterServices | None = None,
 ) -> FastAPI:
@@ -222,7 +216,6 @@ def application(
         keys: the API keys; None: every client may send requests.
         limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
-        recordings: reads the bodies of requests with a recording.
         background: the background responses; None: the cluster does not store responses.
         services: the services of features.
     """
@@ -230,7 +223,6 @@ def application(
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
-    http.state.recordings = recordings or Recordings(limit_mb=models.settings.max_audio_mb)
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits

@@ -21,14 +21,6 @@ class Upload(Struct, frozen=True, array_like=True):
     path: str = ""  # the file with the body in the replica's process; routers leave it empty
 
 
-class BodyPart(Struct, frozen=True, array_like=True):
-    """A part of an uploaded body."""
-
-    id: str
-    offset: int  # bytes of the body before this part
-    data: bytes
-
-
 class HttpCall(Struct, frozen=True, array_like=True):
     """The client's HTTP request, for the replica's HTTP application.
 
@@ -123,11 +115,3 @@ def encode_rendered(rendered: Rendered) -> bytes:
 
 def decode_rendered(packed: bytes) -> Rendered:
     return msgspec.msgpack.decode(packed, type=Rendered)
-
-
-def encode_body_part(part: BodyPart) -> bytes:
-    return msgspec.msgpack.encode(part)
-
-
-def decode_body_part(packed: bytes) -> BodyPart:
-    return msgspec.msgpack.decode(packed, type=BodyPart)

@@ -1,7 +1,7 @@
 """The features of kvroute. Without its folder and its line in FEATURES, a feature is gone."""
 
 from kvroute.contract.error_codes import CODES, Code, FeatureCode
-from kvroute.features import adapters, batches, prefixes, seats
+from kvroute.features import adapters, audio, batches, prefixes, seats
 from kvroute.features.feature import Feature, Paths, RefusalText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
@@ -9,6 +9,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     prefixes.NamedPrefixes(),
     adapters.AddedLater(),
     batches.Batching(),
+    audio.Audio(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)

@@ -52,6 +52,7 @@ class Paths(NamedTuple):
     read: Sequence[str] = ()  # the role observe for GET, and the role manage for other methods
     manage: Sequence[str] = ()  # the role manage, if the path is below one of another role
     forms: Sequence[str] = ()  # bodies are multipart/form-data, which other routes refuse
+    repeated: Sequence[str] = ()  # POST changes nothing, so that a request may run twice
 
     @classmethod
     def joined(cls, all_: "Iterable[Paths]") -> "Paths":
@@ -64,6 +65,7 @@ class FeatureSettings(NamedTuple):
 
     routers: Mapping[str, Any] = {}
     replicas: Mapping[str, Any] = {}
+    environment: Mapping[str, str] = {}  # variables of vLLM's processes, unless they are set
 
 
 class Feature:

@@ -36,6 +36,7 @@ class ReplicaBase:
     redis: "Redis"
     index: "Index"
     ranks: "Sequence[Rank]"  # the engines are started
+    refusal: Callable[[], str]  # returns why the replica refuses requests now; empty: it does not
 
 
 class ReplicaFeature:
@@ -54,10 +55,13 @@ class ReplicaFeature:
         """Return the methods by name that routers can call."""
         return {}
 
-    def around(self, request: "GenerateRequest", data: bytes) -> AbstractAsyncContextManager[None]:
+    def around(
+        self, request: "GenerateRequest", data: bytes
+    ) -> AbstractAsyncContextManager["GenerateRequest | None"]:
         """Return a context in which the engine runs a request that has data for this feature.
 
-        The context raises ValueError if the request cannot be run.
+        The context gives the request to run instead; None: the same one. It raises ValueError if
+        the request cannot be run.
         """
         return nullcontext()
 
@@ -101,19 +105,21 @@ class ReplicaFeatures:
         found = {report.__self__.name: report(rank) for report in self._reports}
         return {name: data for name, data in found.items() if data is not None}
 
-    def around(self, request: "GenerateRequest") -> AbstractAsyncContextManager[None]:
-        """Return the context in which the engine runs a request.
+    def around(self, request: "GenerateRequest") -> AbstractAsyncContextManager["GenerateRequest"]:
+        """Return the context in which the engine runs a request. It gives the request to run.
 
         Data that no feature knows is ignored.
         """
-        call = request.call
-        return self._entered(request, call.features) if call and call.features else nullcontext()
+        if (call := request.call) and call.features:
+            return self._entered(request, call.features)
+        return nullcontext(request)
 
     @asynccontextmanager
     async def _entered(
         self, request: "GenerateRequest", data: Mapping[str, bytes]
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator["GenerateRequest"]:
         async with AsyncExitStack() as stack:
             for name in data.keys() & self._arounds.keys():
-                await stack.enter_async_context(self._arounds[name](request, data[name]))
-            yield
+                around = self._arounds[name](request, data[name])
+                request = await stack.enter_async_context(around) or request
+            yield request

@@ -1,10 +1,11 @@
 """Requests to an HTTP application of the same process, over ASGI."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from kvroute.process.body_file import pieces
+from kvroute.contract.http_call import PART_BYTES
 
 
 def post_scope(path: str, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -43,6 +44,16 @@ async def body_messages(body: bytes, path: str = "") -> AsyncGenerator[dict[str,
             async for part in parts:
                 yield {"type": "http.request", "body": part, "more_body": True}
     yield {"type": "http.request", "body": body, "more_body": False}
+
+
+async def pieces(path: str) -> AsyncGenerator[bytes, None]:
+    """Yield the content of a file in parts of at most PART_BYTES. Raises OSError."""
+    file = await asyncio.to_thread(open, path, "rb", buffering=0)
+    try:
+        while piece := await asyncio.to_thread(file.read, PART_BYTES):
+            yield piece
+    finally:
+        file.close()
 
 
 def content_type(message: Mapping[str, Any]) -> str:

@@ -88,5 +88,10 @@ def resolve(
         "replica_features": {
             name: parts.replicas for name, parts in options.of_features.items() if parts.replicas
         },
+        "environment": {
+            name: value
+            for parts in options.of_features.values()
+            for name, value in parts.environment.items()
+        },
     }
     return ModelSettings(**chosen | derived)

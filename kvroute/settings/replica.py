@@ -20,6 +20,7 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
     server_model: str = ""  # the model's name at the attached servers; empty: it may be any
     # Name of a feature -> its settings.
     replica_features: dict[str, dict[str, Any]] = {}  # noqa: RUF012
+    environment: dict[str, str] = {}  # noqa: RUF012  # variables for vLLM, unless they are set
     lease_s: float = 3.0  # seconds until a replica's record in Redis expires if it is not renewed
 
     def in_replica(self, feature: str, kind: type[T]) -> T:

@@ -72,7 +72,7 @@ class Server:
     ) -> None:
         self.secret = secret or new_secret()
         self.generate = generate
-        self.methods = methods
+        self.methods = {**methods}  # features add theirs before the start
         self.port = 0
         self.running = 0  # number of running requests and method calls
         self.refusals = 0  # number of refused requests since the start

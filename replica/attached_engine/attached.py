@@ -21,7 +21,7 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.process.body_file import pieces
+from kvroute.process.asgi import pieces
 from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, ServerAnswer
 from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
 from kvroute.replica.attached_engine.event_source import EventSource

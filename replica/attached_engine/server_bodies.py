@@ -8,19 +8,17 @@ import msgspec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs
 REPORT_MODE = "kv_cache_report_mode"  # vLLM's option: "full" reports the blocks of a cache hit
 
 # Pieces of a server-sent event that carries a token of the answer. In JSON, quotation marks inside
-# a text are escaped, so a text cannot contain these pieces.
+# a text are escaped, so a text cannot contain these pieces. Events of other routes are like those
+# of chats.
 TOKEN_MARKS = {
     CHAT: b'"delta":{',
     COMPLETIONS: b'"text":"',
     MESSAGES: b'"type":"content_block_delta"',
     RESPONSES: b'.delta"',
-    TRANSCRIPTIONS: b'"delta":{',
-    TRANSLATIONS: b'"delta":{',
 }
 ROLE_MARK = b'"delta":{"role":'  # the first event of a chat has no token
 USAGE_MARK = b'"usage":{'
@@ -85,8 +83,7 @@ def token_count(path: str, event: bytes) -> int:
 
     An event may carry several tokens; the usage at the end, if there is any, corrects the sum.
     """
-    mark = TOKEN_MARKS.get(path)
-    if mark is None or mark not in event:
+    if TOKEN_MARKS.get(path, TOKEN_MARKS[CHAT]) not in event:
         return 0
     return 0 if path == CHAT and ROLE_MARK in event else 1
 

@@ -57,9 +57,6 @@ STATELESS_ROUTES = (
     INVOCATIONS,
 )
 
-# Routes whose body is a form with a recording. The replica gets the form in parts.
-AUDIO_ROUTES = ("/v1/audio/transcriptions", "/v1/audio/translations")
-
 # A part of a message can have an image, a video or a sound in one of these fields.
 MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
@@ -81,8 +78,8 @@ class Call(Struct, frozen=True):
     """A request to one of the routes above, with its parsed body."""
 
     path: str
-    raw: bytes  # the body as the client sent it; empty for AUDIO_ROUTES
-    body: Mapping[str, Any]  # the parsed body; for AUDIO_ROUTES, the fields that a router uses
+    raw: bytes  # the body as the client sent it; empty if it is a form
+    body: Mapping[str, Any]  # the parsed body; for a form, the fields that a router uses
     input_values: int = 0  # number of JSON values in the field `input`, if it is a list
     caller: Caller | None = None  # owner of the API key; None if the cluster has no API keys
     is_stored: bool = False  # the response will be stored

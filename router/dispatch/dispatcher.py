@@ -35,7 +35,6 @@ from kvroute.router.dispatch.generation import (
     record_loss,
 )
 from kvroute.router.dispatch.losses import Losses
-from kvroute.router.dispatch.uploading import upload
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate
@@ -178,7 +177,7 @@ class Dispatcher:
                 now_s,
                 request.scope,
                 context.features,
-                is_known=context.body is None,
+                is_known=not context.is_opaque,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             if not await ticket.admit(placement, request.request_id, now_s):
@@ -296,8 +295,8 @@ class Dispatcher:
         )
         stream = None
         try:
-            if attempt.context.body is not None:
-                await upload(attempt.context.body, self._links, attempt.replica_id)
+            if attempt.context.before_send is not None:
+                await attempt.context.before_send(attempt.replica_id)
             stream = self._links.open(
                 attempt.replica_id, request, max_waiting=_max_waiting(attempt.context)
             )

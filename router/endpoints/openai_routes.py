@@ -16,7 +16,6 @@ from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
-    AUDIO_ROUTES,
     BACKGROUND,
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -48,16 +47,15 @@ from kvroute.router.endpoints.limited import (
     limits_of,
 )
 from kvroute.router.endpoints.wait_notices import WaitNotices
-from kvroute.router.forms.recordings import Recording, Recordings
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
+from kvroute.router.serving.request_handler import Generating
 
 # Header that requests receipts in the response: they explain where each prompt was sent.
 RECEIPT = "x-kvroute-receipt"
-RECORDING_FIELDS = {"model", "user"}  # the fields of a form with a recording that a router uses
 
 routes = APIRouter()
 
@@ -76,9 +74,11 @@ class Answers:
         request, notices = Request(scope, receive), WaitNotices(send)
         entry = entered(request)
         try:
-            # The stack keeps what features use and the recording until the request has ended.
+            # The stack keeps what features use until the request has ended.
             with leaving(entry), ExitStack() as request.state.kept:
-                response = await _respond(self.path, request, entry, notices)
+                with counting_refusals(request, request.app.state.models):
+                    response = await self.respond(request, entry, notices)
+                add_headers(request, entry, response)
                 if not notices.has_started:
                     await response(scope, receive, send)
                 elif response.status_code >= 400:
@@ -89,6 +89,24 @@ class Answers:
             if not notices.has_started:
                 raise
             await notices.failed(error)
+
+    async def respond(
+        self, request: Request, entry: Entry | None, notices: WaitNotices
+    ) -> Response:
+        """Read the body, and return the response to it."""
+        bodies: Bodies = request.app.state.bodies
+        if self.path == SCORING:
+            return await _score(request, entry)
+        if self.path == CHAT_BATCH:
+            calls, id_ = await bodies.read(parse_chat_batch, request), request_id(request)
+            answers = (
+                answer(call, request, entry, id_=f"{id_}-{index}", is_first=index == 0)
+                for index, call in enumerate(calls)
+            )
+            return await run_together(answers, id_=id_)
+        parse = parse_invocation if self.path == INVOCATIONS else partial(parse_call, self.path)
+        call = await bodies.read(parse, request)
+        return await answer(call, request, entry, id_=request_id(request), notices=notices)
 
     def route(self) -> Route:
         """Return the route for the application's list of routes."""
@@ -104,7 +122,6 @@ routes.routes += [
         RESPONSES,
         MESSAGES,
         SCORING,
-        *AUDIO_ROUTES,
         *STATELESS_ROUTES,
     )
 ]
@@ -176,32 +193,6 @@ def _as_utf8(value: str) -> str:
     return value
 
 
-async def _respond(
-    path: str, request: Request, entry: Entry | None, notices: WaitNotices
-) -> Response:
-    """Read the body, and return the response to it."""
-    models: Models = request.app.state.models
-    bodies: Bodies = request.app.state.bodies
-    with counting_refusals(request, models):
-        if path == SCORING:
-            response = await _score(request, entry)
-        elif path == CHAT_BATCH:
-            calls, id_ = await bodies.read(parse_chat_batch, request), request_id(request)
-            answers = (
-                _answer(call, request, entry, id_=f"{id_}-{index}", is_first=index == 0)
-                for index, call in enumerate(calls)
-            )
-            response = await run_together(answers, id_=id_)
-        elif path in AUDIO_ROUTES:
-            response = await _transcribe(path, request, entry)
-        else:
-            parse = parse_invocation if path == INVOCATIONS else partial(parse_call, path)
-            call = await bodies.read(parse, request)
-            response = await _answer(call, request, entry, id_=request_id(request), notices=notices)
-    add_headers(request, entry, response)
-    return response
-
-
 async def _score(request: Request, entry: Entry | None) -> Response:
     """Return the response to a scoring request."""
     models: Models = request.app.state.models
@@ -209,7 +200,7 @@ async def _score(request: Request, entry: Entry | None) -> Response:
     tenant = tenant_of(caller_of(request))
     request.state.model = model = await models.find(name, limits_of(request), tenant)
     call, id_ = await model.requests.scoring(scoring, raw), request_id(request)
-    response = await _answer(call, request, entry, id_=id_)
+    response = await answer(call, request, entry, id_=id_)
     if response.status_code != 200:
         return response
     response.body = encode(await scores(scoring, members(bytes(response.body)), id_=id_))
@@ -217,16 +208,7 @@ async def _score(request: Request, entry: Entry | None) -> Response:
     return response
 
 
-async def _transcribe(path: str, request: Request, entry: Entry | None) -> Response:
-    """Return the response to a form with a recording."""
-    recordings: Recordings = request.app.state.recordings
-    recording = request.state.kept.enter_context(await recordings.read(request))
-    body = {name: recording.fields[name] for name in RECORDING_FIELDS & recording.fields.keys()}
-    call = Call(path, b"", body)
-    return await _answer(call, request, entry, id_=request_id(request), recording=recording)
-
-
-async def _answer(
+async def answer(
     call: Call,
     request: Request,
     entry: Entry | None,
@@ -234,7 +216,7 @@ async def _answer(
     id_: str,
     is_first: bool = True,
     notices: WaitNotices | None = None,
-    recording: Recording | None = None,
+    generate: Generating | None = None,
 ) -> Response:
     """Return the response to one call.
 
@@ -244,7 +226,7 @@ async def _answer(
         is_first: whether it is the first call of its body. Later calls have no wait limit.
         notices: sends notices to the client while the request waits for a feature. If it is
             None, no notices are sent.
-        recording: the body, if the route is one of AUDIO_ROUTES.
+        generate: generates the response; None: see RequestHandler.answer.
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
@@ -270,9 +252,8 @@ async def _answer(
         sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call),
         still_waiting=notices.of(call) if notices else None,
-        body=recording,
     )
-    response = await model.requests.answer(call, context)
+    response = await model.requests.answer(call, context, generate)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)
     report_format = request.headers.get(FORMAT_HEADER)
     if is_complete and call.path in REPORTING and report_format:

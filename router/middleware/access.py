@@ -17,7 +17,6 @@ from kvroute.features import PATHS
 from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
 from kvroute.router.api.calls import (
-    AUDIO_ROUTES,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     MESSAGES,
@@ -33,7 +32,6 @@ OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
-    *AUDIO_ROUTES,
     *("/v1/route", "/v1/conversations", "/v1/sessions"),
     *PATHS.use,
 )

@@ -25,7 +25,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.features import PATHS
-from kvroute.router.api.calls import AUDIO_ROUTES
 from kvroute.router.api.errors import ApiError, response, shown
 
 ANY = "*"  # in --allow-origin: every origin is allowed
@@ -34,8 +33,7 @@ READ_HEADERS = frozenset({*ORIGIN_HEADERS, b"content-type"})
 SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
 NO_JSON = ("text/plain", "multipart/form-data")  # content types that are always rejected
-# The routes whose bodies are multipart/form-data.
-UPLOADS = frozenset({*AUDIO_ROUTES, *PATHS.forms})
+UPLOADS = frozenset(PATHS.forms)  # the routes whose bodies are multipart/form-data
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
 PORT = re.compile(r":\d*$")

@@ -1,15 +1,14 @@
 """One request at one replica: its placement, the chunks of its answer, and its outcome."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
-from kvroute.contract.http_call import Upload
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.contract.pull import PullResult
@@ -103,19 +102,6 @@ class Placement(Struct, frozen=True):
         return self.candidate(replica_id).ttft_s
 
 
-class Body(Protocol):
-    """The body of a request that a replica gets in parts, before the request."""
-
-    @property
-    def upload(self) -> Upload:
-        """Return what the replica gets to know about the body."""
-        ...
-
-    def parts(self) -> AsyncIterator[bytes]:
-        """Yield the body in parts of at most PART_BYTES. It can be read several times."""
-        ...
-
-
 class RequestContext(Struct, frozen=True):
     """What the router knows about a client's call. All prompts of a call share it."""
 
@@ -141,9 +127,10 @@ class RequestContext(Struct, frozen=True):
     retention: Retention | None = None
     # Called repeatedly, with a text for the client, while the request waits for a feature.
     still_waiting: Callable[[str], Awaitable[None]] | None = None
-    # A body that each replica gets in parts before the request; None: the request has its body. The
-    # tokens of the prompt are then unknown, and their number is an estimate.
-    body: Body | None = None
+    is_opaque: bool = False  # true: the prompt's tokens are unknown; their number is an estimate
+    # Called with the id of a rank before the request is sent there, and raises what an attempt to
+    # send raises; None: nothing comes first.
+    before_send: Callable[[str], Awaitable[None]] | None = None
 
 
 # How an attempt ends:

@@ -12,7 +12,7 @@ respond    serving/responding         writes the response to the client
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace as replace_fields
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from fastapi import Response
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
-from kvroute.router.api.calls import AUDIO_ROUTES, STATELESS_ROUTES, Call
+from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.conversations.continuing import Expanded
@@ -39,10 +39,12 @@ from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
 from kvroute.router.serving.responding import respond
-from kvroute.router.serving.transcribing import transcribe
 from kvroute.router.sessions.breaks import Break, with_image_numbers
 from kvroute.router.sessions.chats import Chats
 from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
+
+# Generates the response to a call of which the core knows no prompt.
+Generating = Callable[[Call, RequestContext, Parts], Awaitable[Response]]
 
 
 class RequestHandler:
@@ -61,18 +63,23 @@ class RequestHandler:
             max_model_len=parts.max_model_len,
         )
 
-    async def answer(self, call: Call, context: RequestContext) -> Response:
+    async def answer(
+        self, call: Call, context: RequestContext, generate: Generating | None = None
+    ) -> Response:
         """Return the response to a call that a replica's HTTP application answers.
+
+        Args:
+            generate: generates the response; None: the stages above do.
 
         Raises:
             ApiError: the call cannot be answered.
             OverLimitError: the call would exceed a limit of its tenant.
         """
         try:
-            if call.path in STATELESS_ROUTES:
+            if generate is not None:
+                response = await generate(call, context, self._parts)
+            elif call.path in STATELESS_ROUTES:
                 response = await forward(call, context.request_id, self._parts, self._renderer)
-            elif call.path in AUDIO_ROUTES:
-                response = await transcribe(call, context, self._parts)
             else:
                 response = await self._generate(call, context)
         except RefusedCallError as error:

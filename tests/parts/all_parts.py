@@ -114,8 +114,8 @@ CLUSTERS = {
         tests=_in("own_cluster", "host_memory pulling_cluster"),
     ),
     "attached": Part(
-        about="attached servers; models that see, hear or embed",
-        tests=_in("own_cluster", "attached_cluster attached_hearing hearing seeing_and_embedding"),
+        about="attached servers; models that see or embed",
+        tests=_in("own_cluster", "attached_cluster seeing_and_embedding"),
     ),
 }
 # Those that can run with the oldest vLLM that kvroute supports.

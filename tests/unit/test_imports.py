@@ -45,7 +45,6 @@ ORDER = (
     "kvroute.router.pulls",
     "kvroute.router.placement",
     "kvroute.router.api",
-    "kvroute.router.forms",
     "kvroute.router.conversations",
     "kvroute.router.queueing",
     "kvroute.router.middleware",

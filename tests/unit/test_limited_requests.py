@@ -49,7 +49,7 @@ class Model(WithoutFeatures):
     def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else name if name in ("x", "y") else None
 
-    async def answer(self, call: Any, context: RequestContext) -> Response:
+    async def answer(self, call: Any, context: RequestContext, *_: Any) -> Response:
         if (entry := context.entry) is not None:
             entry.add_prompt_tokens(self.tokens)
             entry.admit("p", self.tokens, self.new, time.monotonic())

@@ -24,6 +24,16 @@ class Preparing(ReplicaFeature):
         self.running.remove(data)
 
 
+class Renaming(ReplicaFeature):
+    """A feature that gives requests another id."""
+
+    name = "renaming"
+
+    @asynccontextmanager
+    async def around(self, request: GenerateRequest, data: bytes) -> AsyncIterator[GenerateRequest]:
+        yield replace(request, request_id=data.decode())
+
+
 class Idle(ReplicaFeature):
     """A feature that needs nothing of requests."""
 
@@ -36,9 +46,11 @@ def request(**data: bytes) -> GenerateRequest:
 
 async def test_a_request_runs_inside_the_features_for_which_it_has_data() -> None:
     one, other = Preparing("one"), Preparing("other")
-    features = ReplicaFeatures([one, Idle(), other])
-    async with features.around(request(one=b"1", unknown=b"?", idle=b"!")):
+    features = ReplicaFeatures([one, Idle(), Renaming(), other])
+    given = request(one=b"1", unknown=b"?", idle=b"!", renaming=b"new")
+    async with features.around(given) as run:
         assert (one.running, other.running) == ([b"1"], [])
+        assert run == replace(given, request_id="new")
     assert not one.running
 
 

@@ -53,7 +53,7 @@ class Model(WithoutFeatures):
     def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else None
 
-    async def answer(self, call: Any, context: RequestContext) -> Response:
+    async def answer(self, call: Any, context: RequestContext, *_: Any) -> Response:
         if context.still_waiting is not None:
             for _notice in range(self._notices):
                 await context.still_waiting("waiting for a seat")

@@ -12,9 +12,9 @@ from kvroute.features.batches.records import FileRecord
 from kvroute.features.batches.service import BatchService, Service, needing_store
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.endpoints.form import UploadForm
 from kvroute.router.endpoints.limited import entered, leaving, limits_of
 from kvroute.router.endpoints.pages import in_order, page_of
-from kvroute.router.forms.form import UploadForm
 from kvroute.router.middleware.access import caller_of
 
 FILES = "/v1/files"

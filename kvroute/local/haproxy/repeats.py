@@ -9,6 +9,7 @@ so before its router ended. A request is also not repeated if it does not fit in
 
 import re
 
+from kvroute.features import PATHS
 from kvroute.local.haproxy.connections import DEFAULT_IDLE_S
 
 REPEATED = (  # routes for POST that change nothing, so that a request may run twice
@@ -19,8 +20,6 @@ REPEATED = (  # routes for POST that change nothing, so that a request may run t
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/responses/input_tokens",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
     "/v1/embeddings",
     "/v2/embed",
     "/v1/rerank",
@@ -36,6 +35,7 @@ REPEATED = (  # routes for POST that change nothing, so that a request may run t
     "/detokenize",
     "/v1/route",
     "/ping",
+    *PATHS.repeated,
 )
 # Fields of the body with which a response must not run twice: it runs in the background, or its
 # messages are added to a conversation. A body with such a word elsewhere is not repeated either.

@@ -173,11 +173,6 @@ class CommonOptions(BaseModel):
             default="no token is needed",
         ),
     ] = None
-    max_audio_mb: Annotated[
-        int,
-        Positive,
-        Option(ENDPOINT, "Maximum size of a recording for /v1/audio routes in MB."),
-    ] = 25
     block_size: Annotated[
         int | None,
         Positive,

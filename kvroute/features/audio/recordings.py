@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from starlette.requests import Request
 
 from kvroute.contract.http_call import Upload
-from kvroute.process.body_file import BodyFile, pieces
+from kvroute.features.audio.body_file import BodyFile
+from kvroute.features.router_service import RouterService
+from kvroute.process.asgi import pieces
 from kvroute.process.exposition import Readings
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.api.fair_lock import FairLock
-from kvroute.router.forms.form import UploadForm
+from kvroute.router.endpoints.form import UploadForm
 
 MAX_FIELDS = 64  # the most fields of a form; vLLM has about 30, and one of them can be repeated
 MAX_FIELD_BYTES = 65_536  # longest value of a field, such as the prompt
@@ -61,8 +63,10 @@ class Recording:
         return pieces(self._file.path)
 
 
-class Recordings:
+class Recordings(RouterService):
     """Reads forms with recordings of up to `limit_mb` megabytes in one router."""
+
+    name = "audio"
 
     def __init__(self, *, limit_mb: int) -> None:
         self._limit_mb = limit_mb
@@ -71,8 +75,7 @@ class Recordings:
         self._held = 0  # bytes of all forms in temporary files
         self._seconds = 0  # estimated length of all recordings so far
 
-    def export(self, readings: Readings) -> None:
-        """Add the metrics of recordings."""
+    def metrics(self, readings: Readings) -> None:
         readings.gauge(
             "kvroute_recordings_bytes",
             "Recordings in temporary files of the router, until their requests end.",

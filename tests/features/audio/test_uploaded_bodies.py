@@ -1,27 +1,33 @@
 """A replica gets the body of a request in parts, before the request."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest
-from kvroute.contract.http_call import BodyPart, HttpCall, HttpPart, Upload, encode_body_part
-from kvroute.replica import uploaded_bodies as bodies_module
-from kvroute.replica.uploaded_bodies import HELD_LIMITS, UploadedBodies
-from kvroute.router.dispatch.uploading import upload
+from kvroute.contract.http_call import HttpCall, HttpPart, Upload
+from kvroute.features.audio import uploaded_bodies as bodies_module
+from kvroute.features.audio.recordings import Recording
+from kvroute.features.audio.transcribing import upload
+from kvroute.features.audio.uploaded_bodies import HELD_LIMITS, UploadedBodies
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.link import LostError, RefusedError
+from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of
 
 BODY = random.Random(0).randbytes(700_000)
 TOKENS = np.zeros(30, np.uint32)
 
 
-class Parts:
-    """A body in memory."""
+class Parts(Recording):
+    """A form in memory."""
 
     def __init__(self, body: bytes = BODY, size: int = 100_000) -> None:
         self.upload = Upload("u", len(body), "multipart/form-data; boundary=x", b"digest")
@@ -40,11 +46,8 @@ class Replica:
         self.got: list[bytes] = []
         self._dies = dies
 
-    async def upload(self, part: bytes, rank: int) -> bytes:
-        return await self.uploads.add(part)
-
     async def generate(self, request: GenerateRequest, emit: object) -> None:
-        with self.uploads.used_by(request) as used:
+        async with self.uploads.around(request, b"") as used:
             assert used.call
             assert used.call.upload
             with open(used.call.upload.path, "rb") as file:  # noqa: ASYNC230
@@ -60,7 +63,7 @@ def wired(**replicas: Replica) -> Wired:
     generates: dict[str, Generate] = {id_: each.generate for id_, each in replicas.items()}
     wired = Wired(generates)
     for id_, replica in replicas.items():
-        wired.servers[id_].methods = {"upload": replica.upload}
+        wired.servers[id_].methods = dict(replica.uploads.methods())
     return wired
 
 
@@ -74,14 +77,26 @@ def request(size: int = len(BODY), id_: str = "u") -> GenerateRequest:
 
 
 async def added(uploads: UploadedBodies, offset: int, data: bytes, id_: str = "u") -> bytes:
-    return await uploads.add(encode_body_part(BodyPart(id_, offset, data)))
+    return await uploads.upload(encode((id_, offset, data)), 0)
 
 
 async def transcribed(wired: Wired, body: Parts) -> Chunk | None:
     dispatcher = dispatcher_of(wired, fleet_of())
     call = HttpCall("/v1/audio/transcriptions", b"", 0.0, upload=body.upload)
-    generation = await dispatcher.generate(TOKENS, call, RequestContext(body=body))
+    sending = partial(upload, body, wired.links)
+    context = RequestContext(is_opaque=True, before_send=sending)
+    generation = await dispatcher.generate(TOKENS, call, context)
     return await generation.next()
+
+
+@asynccontextmanager
+async def running(uploads: UploadedBodies) -> AsyncIterator[None]:
+    """Run the tasks of a replica's side, and cancel them as a replica that ends."""
+    tasks = [asyncio.create_task(task) for task in uploads.tasks().values()]
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_body_arrives_as_it_is_and_is_deleted_with_its_request() -> None:
@@ -136,7 +151,7 @@ async def test_a_body_that_starts_again_replaces_the_first_one() -> None:
     uploads = UploadedBodies(limit_mb=1)
     await added(uploads, 0, b"abc")
     await added(uploads, 0, b"de")
-    with uploads.used_by(request(2)) as used:
+    async with uploads.around(request(2), b"") as used:
         assert used.call
         assert used.call.upload
         with open(used.call.upload.path, "rb") as file:  # noqa: ASYNC230
@@ -147,34 +162,41 @@ async def test_a_body_that_starts_again_replaces_the_first_one() -> None:
 async def test_a_request_whose_body_is_not_complete_fails() -> None:
     uploads = UploadedBodies(limit_mb=1)
     await added(uploads, 0, b"abc")
-    with pytest.raises(RuntimeError, match="3 of 4 bytes"), uploads.used_by(request(4)):
-        pass
-    with pytest.raises(RuntimeError, match="0 of 4 bytes"), uploads.used_by(request(4)):
-        pass
+    for stored in (3, 0):
+        with pytest.raises(RuntimeError, match=f"{stored} of 4 bytes"):
+            async with uploads.around(request(4), b""):
+                pass
     assert uploads._held == 0
 
 
 async def test_a_body_whose_request_never_comes_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(bodies_module, "ABANDONED_S", 0.0)
     uploads = UploadedBodies(limit_mb=1)
     await added(uploads, 0, b"abc")
-    monkeypatch.setattr(bodies_module, "ABANDONED_S", -1.0)
-    await added(uploads, 0, b"de", id_="v")
-    assert [*uploads._files] == ["v"]
-    uploads.close()
+    async with running(uploads):
+        await until(lambda: not uploads._files)
     assert uploads._held == 0
+
+
+async def test_bodies_are_deleted_when_the_replica_ends() -> None:
+    uploads = UploadedBodies(limit_mb=1)
+    await added(uploads, 0, b"abc")
+    async with running(uploads):
+        await asyncio.sleep(0)
+        assert uploads._files
+    assert uploads._held == 0
+
+
+async def test_a_replica_that_stops_takes_no_bodies() -> None:
+    uploads = UploadedBodies(limit_mb=1, refusal=lambda: "it is stopping")
+    assert await added(uploads, 0, b"abc") == b"it is stopping"
 
 
 async def test_the_space_of_all_bodies_is_limited() -> None:
     uploads, data = UploadedBodies(limit_mb=1), bytes(1 << 20)
-    refusals = [await added(uploads, 0, data, id_=str(n)) for n in range(HELD_LIMITS + 2)]
-    assert [bool(refusal) for refusal in refusals] == [False] * HELD_LIMITS + [True] * 2
-    assert uploads._held == HELD_LIMITS << 20
-    uploads.close()
-
-
-async def test_a_request_without_an_upload_is_unchanged() -> None:
-    plain = GenerateRequest("r-1", TOKENS)
-    with UploadedBodies(limit_mb=1).used_by(plain) as used:
-        assert used is plain
+    async with running(uploads):
+        refusals = [await added(uploads, 0, data, id_=str(n)) for n in range(HELD_LIMITS + 2)]
+        assert [bool(refusal) for refusal in refusals] == [False] * HELD_LIMITS + [True] * 2
+        assert uploads._held == HELD_LIMITS << 20

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from kvroute.contract.http_call import PART_BYTES
-from kvroute.process import body_file
-from kvroute.router.api.errors import ApiError
-from kvroute.router.forms import form as form_module
-from kvroute.router.forms.recordings import (
+from kvroute.features.audio import body_file
+from kvroute.features.audio.recordings import (
     ASSUMED_RATE,
     HELD_LIMITS,
     MAX_FIELD_BYTES,
@@ -27,6 +25,8 @@ from kvroute.router.forms.recordings import (
     Recordings,
     seconds_of,
 )
+from kvroute.router.api.errors import ApiError
+from kvroute.router.endpoints import form as form_module
 from tests.support.tiny_audio import RATE, form, sound
 
 LIMIT_MB = 1
@@ -231,7 +231,7 @@ async def test_a_form_that_stops_is_refused_after_a_timeout(
 
 
 async def test_a_form_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form_module, "SILENCE_S", 0.05)
+    monkeypatch.setattr(form_module, "SILENCE_S", 0.5)
     headers, bodies = [(b"content-type", KIND.encode())], chain([FILE], repeat(b"y"))
 
     async def receive() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator
 
 from kvroute.contract.http_call import PART_BYTES
 
@@ -45,13 +44,3 @@ class BodyFile:
     def close(self) -> None:
         """Delete the file. A second call has no effect."""
         self._file.close()
-
-
-async def pieces(path: str) -> AsyncGenerator[bytes, None]:
-    """Yield the content of a file in parts of at most PART_BYTES. Raises OSError."""
-    file = await asyncio.to_thread(open, path, "rb", buffering=0)
-    try:
-        while piece := await asyncio.to_thread(file.read, PART_BYTES):
-            yield piece
-    finally:
-        file.close()

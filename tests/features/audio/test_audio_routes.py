@@ -1,6 +1,7 @@
 """The routes of recordings: a form passes to the model that it names, and is kept until the end."""
 
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from kvroute.features.audio import ROUTES, Audio, audio_routes
+from kvroute.features.audio.recordings import Recording, Recordings
+from kvroute.features.router_service import RouterServices
 from kvroute.router.api.bodies import Bodies
-from kvroute.router.api.calls import AUDIO_ROUTES, Call
+from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.endpoints import openai_routes
-from kvroute.router.forms.recordings import Recording, Recordings
+from kvroute.router.middleware.access import roles_for
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
+from tests.support.routes import routes as route_list
 from tests.support.tiny_audio import form, sound
 from tests.support.without_features import WithoutFeatures
 
@@ -29,7 +33,7 @@ class Model(WithoutFeatures):
     def __init__(self) -> None:
         self.name = "whisper"
         self.settings = SimpleNamespace(adapters=[], max_wait_s=30.0)
-        self.asked: list[tuple[Call, RequestContext]] = []
+        self.asked: list[tuple[Call, Recording]] = []
         self.requests = self
         self.errors: list[Exception] = []
         self.telemetry = SimpleNamespace(refused=self.errors.append)
@@ -37,10 +41,10 @@ class Model(WithoutFeatures):
     def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, self.name) else None
 
-    async def answer(self, call: Call, context: RequestContext) -> Response:
-        self.asked.append((call, context))
-        assert isinstance(context.body, Recording)
-        return StreamingResponse(context.body.parts())
+    async def answer(self, call: Call, context: RequestContext, generate: partial[Any]) -> Response:
+        (recording,) = generate.args
+        self.asked.append((call, recording))
+        return StreamingResponse(recording.parts())
 
 
 class Routes:
@@ -52,14 +56,15 @@ class Routes:
         models.cards = lambda *_: [{"id": self.model.name}]
         http = FastAPI()
         http.state.models, http.state.bodies = models, Bodies(limit_mb=1)
-        http.state.recordings = self.recordings = Recordings(limit_mb=LIMIT_MB)
+        self.recordings = Recordings(limit_mb=LIMIT_MB)
+        http.state.services = RouterServices([self.recordings])
         http.state.keys = http.state.limits = None
-        http.include_router(openai_routes.routes)
+        http.include_router(audio_routes.routes)
         http.exception_handler(ApiError)(_refuse)
         self.http = http
 
     async def posted(
-        self, fields: dict[str, str], file: bytes | None, path: str = AUDIO_ROUTES[0]
+        self, fields: dict[str, str], file: bytes | None, path: str = ROUTES[0]
     ) -> httpx.Response:
         body, content_type = form(fields, file)
         transport = httpx.ASGITransport(self.http)
@@ -79,17 +84,16 @@ async def routes() -> AsyncIterator[Routes]:
     await routes.http.state.bodies.close()
 
 
-@pytest.mark.parametrize("path", AUDIO_ROUTES)
+@pytest.mark.parametrize("path", ROUTES)
 async def test_a_form_passes_byte_for_byte_and_is_deleted_after_the_answer(
     routes: Routes, path: str
 ) -> None:
     before = psutil.Process().num_fds()
     answer = await routes.posted({"model": "whisper", "prompt": "a “cat”"}, sound(), path)
-    ((call, context),) = routes.model.asked
-    assert isinstance(context.body, Recording)
+    ((call, recording),) = routes.model.asked
     body = form({"model": "whisper", "prompt": "a “cat”"}, sound())[0]
     assert answer.content.split(boundary_of(answer.content)) == body.split(boundary_of(body))
-    assert len(answer.content) == context.body.upload.size
+    assert len(answer.content) == recording.upload.size
     assert (call.path, call.raw, call.model) == (path, b"", "whisper")
     assert psutil.Process().num_fds() <= before
     assert routes.recordings._held == 0
@@ -124,3 +128,7 @@ async def test_a_recording_above_the_limit_is_a_413(routes: Routes) -> None:
 async def test_a_form_without_a_file_is_a_400(routes: Routes) -> None:
     answer = await routes.posted({"model": "whisper"}, None)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
+
+
+def test_clients_need_the_role_use() -> None:
+    assert {roles_for(method, path) for method, path in route_list(Audio().routes())} == {("use",)}
