@@ -6,6 +6,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ RULES: list[dict[str, Any]] = [
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
     for rule in group["rules"]
 ]
-BLOCKS = 160  # of 32 tokens, of each replica
-BOOKS = itertools.cycle(range(30))  # together more than the caches hold
+BLOCKS = 400  # of 32 tokens, of each replica
+BURST = 16  # requests at once, so that both replicas are needed
+BOOKS = itertools.cycle(range(60))  # together more than the caches hold
 QUERIES = [query for dashboard in DASHBOARDS for query in dashboard.queries()]
 
 needs_prometheus = pytest.mark.skipif(
@@ -41,10 +43,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
     """A cluster and the Prometheus that reads from it. Its caches are small, so `work` needs host
     memory, too."""
     options = ("--engine", "simulated", "--replicas", "2", "--routers", "2")
-    caches = ("--simulated-blocks", f"{BLOCKS}", "--host-cache-gb", "2", "--max-model-len", "2048")
-    log = ("--request-log", str(tmp_path_factory.mktemp("requests")))
+    caches = ("--simulated-blocks", f"{BLOCKS}", "--host-cache-gb", "2", "--pull", "on")
+    others = ("--max-model-len", "5120", "--request-log", str(tmp_path_factory.mktemp("requests")))
     with (
-        start_cluster(*options, *caches, *log) as cluster,
+        start_cluster(*options, *caches, *others) as cluster,
         prometheus(cluster) as server,
         openai_client(cluster) as client,
     ):
@@ -94,13 +96,22 @@ def test_every_alert_of_a_cluster_at_work_is_judged_and_none_fires(
 
 
 def work(client: OpenAI) -> None:
-    """Requests that begin alike and end differently, and some for what was evicted."""
+    """Send requests that begin alike and end differently, for what was evicted, and at once."""
     for _ in range(4):
         prompt = "Room 42 seats 7. " * 40 + f"{uuid.uuid4()} " * 10
         client.completions.create(model=BUILTIN_MODEL, prompt=prompt)
         book = [1000 + next(BOOKS)] * 600
         client.completions.create(model=BUILTIN_MODEL, prompt=book, max_tokens=2)
     client.completions.create(model=BUILTIN_MODEL, prompt="May I?", extra_body={"prefix_id": "law"})
+    chapter = [2000 + next(BOOKS)] * 3200  # one replica has it, and the other one pulls it
+
+    def ask(number: int) -> None:
+        prompt = chapter + [3000 + number] * 1280
+        client.completions.create(model=BUILTIN_MODEL, prompt=prompt, max_tokens=2)
+
+    ask(0)
+    with ThreadPoolExecutor(BURST) as threads:
+        list(threads.map(ask, range(BURST)))
 
 
 def _has_a_number(server: Prometheus, query: str) -> bool:
