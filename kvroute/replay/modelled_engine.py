@@ -1,14 +1,14 @@
 """A model of a vLLM replica with chunked prefill, batched decode and a paged prefix cache.
 
-A request reserves the blocks for its whole answer when it is admitted, so no request is preempted.
-The exceptions are batch requests, which give way to others by the rules in contract/priority.py.
-If a part of a prompt is in a slower tier (host memory, a disk), its request may wait for a copy of
-these blocks before it joins the batch. Other requests run in the meantime. A request whose blocks
-are pulled from another replica waits in the same way; the caller models the pull (network.py).
+running_batch.py says when requests are admitted and preempted. Batch requests give way to others by
+the rules in contract/priority.py. If a part of a prompt is in a slower tier (host memory, a disk),
+its request may wait for a copy of these blocks before it joins the batch. Other requests run in the
+meantime. A request whose blocks are pulled from another replica waits in the same way; the caller
+models the pull (network.py).
 """
 
 from collections.abc import Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import count, takewhile
 from types import MappingProxyType
 
@@ -19,11 +19,13 @@ from kvroute.contract.priority import lane_tokens
 from kvroute.contract.records import Load, TierFacts
 from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.policies.policy_protocol import LoadReport
-from kvroute.replay.steps import Plan, Running, StepResult, WaitingPrompt, blocks_needed
+from kvroute.replay.running_batch import RunningBatch
+from kvroute.replay.steps import Plan, Running, StepResult, WaitingPrompt
 from kvroute.replay.tier_memory import TierMemory
-from kvroute.replay.workload.trace import Request
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
+Chunks = dict[Running, int]  # request -> its tokens that a step computes
 NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
 
 
@@ -37,10 +39,16 @@ class ModelledReplica:
         model: the times of the engine's steps.
         capacity_blocks: size of the KV cache.
         tiers: the replica's slower tiers, the fastest first.
+        block_tokens: tokens in a block.
     """
 
     def __init__(
-        self, model: EngineModel, capacity_blocks: int, tiers: Mapping[Tier, TierFacts] = NO_TIERS
+        self,
+        model: EngineModel,
+        capacity_blocks: int,
+        tiers: Mapping[Tier, TierFacts] = NO_TIERS,
+        *,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         self.cache = PagedCache(capacity_blocks, self._evicted)
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
@@ -61,18 +69,10 @@ class ModelledReplica:
         self._blocked: list[WaitingPrompt] = []
         self._pulling: dict[int, WaitingPrompt] = {}  # requests that wait for their own pulls
         self._pulled: dict[int, frozenset[Fingerprint]] = {}  # the blocks that they pull
-        self._prefilling: list[Running] = []
-        # Heap: number of the last step, index of the request, sequence.
-        self._decoding: list[tuple[int, int, Running]] = []
-        self._others = 0  # admitted requests that are not in the batch lane
+        self.batch = RunningBatch(self.cache, block_tokens, int(model.watermark * capacity_blocks))
+        self._in_lane = 0  # admitted requests that are in the batch lane
         self._arrivals = count()
-        self._steps = 0  # number of steps since the start
-        self._context_tokens = 0  # sum of the context tokens of all decodes
-        self._added: list[Fingerprint] = []  # blocks cached since the end of the last step
-        self._removed: list[Fingerprint] = []  # blocks evicted since then
-        # Blocks of answers have the fingerprints -1, -2 and so on, which no prompt has. This is the
-        # latest one.
-        self._answers = 0
+        self._removed: list[Fingerprint] = []  # blocks evicted since the end of the last step
 
     def arrive(
         self,
@@ -116,10 +116,9 @@ class ModelledReplica:
         self._now_s = now_s
         reload = self.memory.end_reload()
         sequence = reload.sequence
-        end = reload.end * sequence.request.block_tokens
-        self._fill(sequence, sequence.computed, end)
-        sequence.computed = end
-        self._prefilling.append(sequence)
+        self.batch.store(sequence, reload.end)
+        sequence.computed = reload.end * sequence.request.block_tokens
+        self.batch.prefilling.append(sequence)
         self._unblock(now_s)
 
     def held_blocks(self, request: Request) -> int:
@@ -147,12 +146,23 @@ class ModelledReplica:
         assert self.plan is not None
         plan, self.plan = self.plan, None
         self._now_s = plan.ends_s
-        result = StepResult(added=self._added, removed=self._removed)
-        self._added, self._removed = [], []
-        self._steps += plan.steps
-        self._context_tokens += plan.steps * len(self._decoding)
-        self._end_chunks(plan, result)
-        self._end_answers(result)
+        batch = self.batch
+        result = StepResult(added=[*batch.added], removed=self._removed)
+        batch.added.clear()
+        self._removed = []
+        batch.advance(plan.steps)
+        for sequence, tokens in plan.chunks.items():
+            sequence.computed += tokens
+            self._write_through(sequence)
+            if not sequence.missing:
+                batch.prefilling.remove(sequence)
+                batch.decode(sequence)
+                del self._pending_tokens[sequence.request.index]
+                if not sequence.waited.generated:
+                    result.first_tokens.append(sequence.request)
+        for sequence in batch.pop_ended():
+            self._release(sequence)
+            result.finished.append(sequence.request)
         if self.memory is not None:
             for level in self.memory.levels:
                 added, removed = level.take_changes()
@@ -161,31 +171,11 @@ class ModelledReplica:
         self._start(plan.ends_s)
         return result
 
-    def _end_chunks(self, plan: Plan, result: StepResult) -> None:
-        for sequence, tokens in plan.chunks:
-            sequence.computed += tokens
-            self._write_through(sequence)
-            if sequence.computed == sequence.request.input_tokens:
-                self._prefilling.remove(sequence)
-                self._decode(sequence)
-                del self._pending_tokens[sequence.request.index]
-                if not sequence.waited.generated:
-                    result.first_tokens.append(sequence.request)
-
-    def _end_answers(self, result: StepResult) -> None:
-        while self._decoding and self._decoding[0][0] <= self._steps:
-            sequence = heappop(self._decoding)[2]
-            request = sequence.request
-            self._context_tokens -= request.input_tokens + request.output_tokens
-            self._release(sequence)
-            self._others -= not sequence.is_in_lane
-            result.finished.append(request)
-
     def report(self) -> LoadReport:
         """Return the replica's report of its load for routers."""
         used_blocks = self._capacity_blocks - len(self.cache.free)
         return LoadReport(
-            Load(running=self._running, waiting=self._queued, used_blocks=used_blocks),
+            Load(running=len(self.batch), waiting=self._queued, used_blocks=used_blocks),
             pending_tokens=sum(self._pending_tokens.values()),
         )
 
@@ -195,12 +185,6 @@ class ModelledReplica:
         if self.memory is not None:
             hits += sum(part.blocks for part in self.memory.worth_copying(request, hits))
         return request.input_tokens - hits * request.block_tokens
-
-    def _decode(self, sequence: Running) -> None:
-        request, generated = sequence.request, sequence.waited.generated
-        self._context_tokens += request.input_tokens + 1 + generated
-        last_step = self._steps + request.output_tokens - 1 - generated
-        heappush(self._decoding, (last_step, request.index, sequence))
 
     def _shorten_plan(self, now_s: float) -> None:
         """Start steps, or shorten a plan of several decode steps, since there is a new request."""
@@ -213,44 +197,75 @@ class ModelledReplica:
             )
 
     def _start(self, now_s: float) -> None:
-        model, decodes = self._model, len(self._decoding)
-        chunks = self._chunks(model.chunk_tokens - decodes)
+        model, batch = self._model, self.batch
+        before = batch.preemptions
+        chunks = self._schedule()
+        if not batch.decoding and not chunks and batch.preemptions > before:
+            chunks = self._schedule()  # a step with preemptions admits no requests
+        decodes = len(batch.decoding)
         prefill_s = sum(
             model.prefill.seconds(sequence.computed, sequence.computed + tokens)
-            for sequence, tokens in chunks
+            for sequence, tokens in chunks.items()
         )
         self.prefill_s += prefill_s
         if not chunks and not decodes:
             return
         self.plan = Plan(
             started_s=now_s,
-            steps=1 if chunks else self._decoding[0][0] - self._steps,
+            steps=1 if chunks else batch.steps_alike(),
             first_s=model.step_s
             + model.sequence_s * (decodes + len(chunks))
-            + model.context_token_s * self._context_tokens
+            + model.context_token_s * batch.context_tokens
             + prefill_s,
             growth_s=model.context_token_s * decodes,
             chunks=chunks,
         )
 
-    def _chunks(self, budget: int) -> list[tuple[Running, int]]:
-        """Admit waiting requests in their order, and choose the prompt tokens of the next step."""
-        chunks: list[tuple[Running, int]] = []
-        for sequence in self._prefilling:
-            if not sequence.is_in_lane:
-                budget -= self._chunk(sequence, budget, chunks)
-        budget = self._admit_waiting(budget, chunks, lane=False)
+    def _schedule(self) -> Chunks:
+        """Choose the prompt tokens of the next step, and allocate all blocks that it needs."""
+        self._make_space()
+        batch, before = self.batch, self.batch.preemptions
+        while not batch.can_grow():
+            self._preempt()
+        batch.grow()
+        chunks: Chunks = {}
+        in_lane = [each for each in batch.prefilling if each.is_in_lane]
+        others = [each for each in batch.prefilling if not each.is_in_lane]
+        budget = self._continue(others, self._model.chunk_tokens - len(batch.decoding), chunks)
+        if batch.preemptions == before:
+            budget = self._admit_waiting(budget, chunks, lane=False)
         is_blocked = bool(self._waiting) and not self._waiting[0].is_in_lane(self._now_s)
-        if self._others or is_blocked:
+        if self._sequences > self._in_lane or is_blocked:
             budget = 0 if chunks else min(budget, lane_tokens(self._model.chunk_tokens))
-        for sequence in self._prefilling:
-            if sequence.is_in_lane:
-                budget -= self._chunk(sequence, budget, chunks)
-        if not is_blocked:
+        budget = self._continue(in_lane, budget, chunks)
+        if not is_blocked and batch.preemptions == before:
             self._admit_waiting(budget, chunks, lane=True)
         return chunks
 
-    def _admit_waiting(self, budget: int, chunks: list[tuple[Running, int]], *, lane: bool) -> int:
+    def _make_space(self) -> None:
+        """Preempt batch requests while the first other request that waits lacks blocks."""
+        if not self._in_lane or not self._waiting or self._waiting[0].is_in_lane(self._now_s):
+            return
+        while (last := self.batch.last) and last.is_in_lane:
+            if self.batch.has_space(self._waiting[0]):
+                return
+            self._preempt()
+
+    def _continue(self, sequences: Sequence[Running], budget: int, chunks: Chunks) -> int:
+        """Compute tokens of admitted prompts in their order, and return the remaining budget."""
+        for sequence in sequences:
+            tokens = min(budget, sequence.missing)
+            if tokens <= 0:
+                break
+            while sequence in self.batch.prefilling:
+                if self.batch.extend(sequence, sequence.computed + tokens):
+                    chunks[sequence] = tokens
+                    budget -= tokens
+                    break
+                budget += chunks.pop(self._preempt(), 0)
+        return budget
+
+    def _admit_waiting(self, budget: int, chunks: Chunks, *, lane: bool) -> int:
         """Admit waiting requests while they are in the batch lane, or while they are not.
 
         Args:
@@ -262,48 +277,32 @@ class ModelledReplica:
             The remaining budget.
         """
         while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
-            if self._waiting[0].is_in_lane(self._now_s) != lane:
+            waiting = self._waiting[0]
+            if waiting.is_in_lane(self._now_s) != lane:
                 break
-            waiting = heappop(self._waiting)
             if self._is_reloading_block(waiting.request):
-                self._blocked.append(waiting)
+                self._blocked.append(heappop(self._waiting))
                 continue
-            admitted = self._admit(waiting)
-            while admitted is None and not lane and self._preempt_last():
-                admitted = self._admit(waiting)
+            admitted = self.batch.admit(waiting, is_alone=not self._sequences, now_s=self._now_s)
             if admitted is None:
-                heappush(self._waiting, waiting)
                 break
-            self._others += not lane
+            heappop(self._waiting)
+            self._in_lane += lane
             if not self._reload(admitted):
-                self._prefilling.append(admitted)
-                budget -= self._chunk(admitted, budget, chunks)
+                self.batch.prefilling.append(admitted)
+                budget = self._continue([admitted], budget, chunks)
         return budget
 
-    def _preempt_last(self) -> bool:
-        """Preempt the batch request that is last in order; return False if there is none.
+    def _preempt(self) -> Running:
+        """Preempt the running request that is last in order, and return it.
 
-        Its prompt is computed again, as far as it is not cached then.
+        Its prompt and its answer so far are computed again, as far as they are not cached then.
         """
-        decoding = (sequence for *_, sequence in self._decoding)
-        in_lane = [each for each in (*self._prefilling, *decoding) if each.is_in_lane]
-        if not in_lane:
-            return False
-        last = max(in_lane, key=lambda sequence: sequence.waited[:2])
-        request, waited = last.request, last.waited
-        if last in self._prefilling:
-            self._prefilling.remove(last)
-        else:  # its answer continues later
-            entry = next(entry for entry in self._decoding if entry[2] is last)
-            self._decoding.remove(entry)
-            heapify(self._decoding)
-            generated = request.output_tokens - (entry[0] - self._steps)
-            self._context_tokens -= request.input_tokens + generated
-            waited = waited._replace(generated=generated)
-        self.cache.release(last.blocks)
-        heappush(self._waiting, waited)
-        self._pending_tokens[request.index] = self._missing_tokens(request)
-        return True
+        last = self.batch.preempt()
+        self._in_lane -= last.is_in_lane
+        heappush(self._waiting, last.preempted())
+        self._pending_tokens[last.request.index] = self._missing_tokens(last.request)
+        return last
 
     def _is_reloading_block(self, request: Request) -> bool:
         """Return whether another request gets the first block that this one's prefix lacks.
@@ -329,63 +328,23 @@ class ModelledReplica:
         hits = admitted.computed // request.block_tokens
         parts = [] if self.memory is None else self.memory.worth_copying(request, hits)
         tokens = {part.tier: part.blocks * request.block_tokens for part in parts}
-        self.hit_tokens[request.index] = admitted.computed + sum(tokens.values())
+        self.hit_tokens.setdefault(request.index, admitted.computed + sum(tokens.values()))
         if self.memory is None or not parts:
             return False
+        self.batch.hold(admitted, sum(part.blocks for part in parts))
         ends_s = self.memory.reload(admitted, request, hits, parts, self._now_s)
         self.reloaded_tokens[request.index] = tokens
         self.reload_wait_s[request.index] = ends_s - self._now_s
         return True
 
-    def _chunk(self, sequence: Running, budget: int, chunks: list[tuple[Running, int]]) -> int:
-        """Schedule prompt tokens of a sequence, and return their number.
-
-        As in vLLM, the blocks are cached at once, so that another request in the same step can
-        reuse them.
-        """
-        tokens = min(budget, sequence.request.input_tokens - sequence.computed)
-        if tokens <= 0:
-            return 0
-        start = sequence.computed
-        self._fill(sequence, start, start + tokens)
-        chunks.append((sequence, tokens))
-        return tokens
-
-    def _admit(self, waiting: WaitingPrompt) -> Running | None:
-        """Admit a request and reserve its blocks; return None if too few blocks are free."""
-        request = waiting.request
-        needed = blocks_needed(request)
-        hits = self.cache.admit(request.reusable, needed)
-        if hits is None:
-            return None
-        tokens = len(hits) * request.block_tokens
-        blocks = hits + self.cache.take(needed - len(hits))
-        in_lane = waiting.is_in_lane(self._now_s)
-        return Running(request, tokens, blocks, waiting.keep, waiting, in_lane)
-
-    def _fill(self, sequence: Running, start: int, end: int) -> None:
-        """Cache the blocks that become full when the prompt grows from `start` to `end` tokens."""
-        request = sequence.request
-        full = slice(start // request.block_tokens, end // request.block_tokens)
-        for block, hash_ in zip(sequence.blocks[full], request.blocks[full], strict=False):
-            if hash_ not in self.cache:
-                self._added.append(hash_)
-            self.cache.store(block, hash_)
-
     def _release(self, sequence: Running) -> None:
-        """Cache the full blocks of prompt and answer, and free all blocks of the sequence."""
-        request, size = sequence.request, sequence.request.block_tokens
-        full = (request.input_tokens + request.output_tokens) // size
-        answer: list[Fingerprint] = []
-        for block in sequence.blocks[request.input_tokens // size : full]:
-            self._answers -= 1
-            answer.append(Fingerprint(self._answers))
-            self.cache.store(block, answer[-1])
-        self.cache.release(sequence.blocks, sequence.keep)
+        """Free all blocks of a sequence whose answer is complete."""
+        self._in_lane -= sequence.is_in_lane
+        keep = sequence.waited.keep
+        self.cache.release(sequence.blocks, keep)
         if self.memory is not None:
-            blocks = [*request.blocks, *answer]
-            self.memory.store(blocks)
-            self.memory.release(blocks, sequence.keep)
+            self.memory.store(sequence.hashes)
+            self.memory.release(sequence.hashes, keep)
 
     def _write_through(self, sequence: Running) -> None:
         """Copy the sequence's computed blocks to the slower tier, as far as there is space."""
@@ -395,12 +354,12 @@ class ModelledReplica:
 
     def _evicted(self, hash_: Fingerprint) -> None:
         """Record an evicted block, unless it is an answer's or another copy of it is cached."""
-        if hash_ >= 0 and hash_ not in self.cache:
+        if hash_ < 0 or hash_ in self.cache:
+            return
+        if hash_ in self.batch.added:  # routers do not know it yet
+            del self.batch.added[hash_]
+        else:
             self._removed.append(hash_)
-
-    @property
-    def _running(self) -> int:
-        return len(self._prefilling) + len(self._decoding)
 
     @property
     def _reloading(self) -> int:
@@ -408,8 +367,8 @@ class ModelledReplica:
 
     @property
     def _sequences(self) -> int:
-        """Return the number of sequences that have reserved blocks."""
-        return self._running + self._reloading
+        """Return the number of sequences that hold blocks."""
+        return len(self.batch) + self._reloading
 
     @property
     def _queued(self) -> int:

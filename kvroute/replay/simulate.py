@@ -174,7 +174,12 @@ class _Simulation:
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            ModelledReplica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.tiers)
+            ModelledReplica(
+                cluster.engine.at_speed(speed),
+                setup.capacity_blocks,
+                setup.tiers,
+                block_tokens=block_tokens,
+            )
             for speed in cluster.speeds
         ]
         self._network = Network(cluster.link or LinkSpeed(0.0, math.inf))

@@ -1,25 +1,80 @@
 """The requests and the scheduled steps of a modelled engine."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.keep import RetentionHint
 from kvroute.replay.workload.trace import Request
+
+
+class WaitingPrompt(NamedTuple):
+    """A waiting request. They are admitted in the order of their first two fields."""
+
+    due_s: float  # time of arrival, plus the order from the router
+    number: int  # number of the arrival
+    request: Request
+    keep: RetentionHint
+    is_batch: bool = False
+    generated: int = 0  # tokens of the answer that were generated before it was preempted
+    answer: tuple[Fingerprint, ...] = ()  # fingerprints of the full blocks of these tokens
+
+    def is_in_lane(self, now_s: float) -> bool:
+        return self.is_batch and self.due_s > now_s
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the prompt and of the answer so far."""
+        return self.request.input_tokens + self.generated
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of blocks of all of these tokens."""
+        return -(-self.length // self.request.block_tokens)
+
+    @property
+    def hashes(self) -> tuple[Fingerprint, ...]:
+        """Return the fingerprints of the full blocks of all of these tokens."""
+        request = self.request
+        prompt = request.blocks[: request.input_tokens // request.block_tokens]
+        return (*prompt, *self.answer) if self.answer else prompt
+
+    @property
+    def reusable(self) -> tuple[Fingerprint, ...]:
+        """Return the blocks that a cache can provide; the last token is always computed."""
+        return self.hashes[: reusable_blocks(self.length, self.request.block_tokens)]
 
 
 @dataclass(slots=True, eq=False)
 class Running:
     """A request that the engine has admitted."""
 
-    request: Request
-    computed: int  # number of prompt tokens whose keys and values are cached, including hits
-    blocks: list[int]  # indices of the cache blocks for the prompt and the answer
-    keep: RetentionHint  # when the blocks may be evicted after the answer
-    waited: "WaitingPrompt"  # the request as it waited, in case it is preempted
+    waited: WaitingPrompt  # the request as it waited
+    length: int  # tokens of the prompt and of the answer so far
+    computed: int  # number of leading tokens whose keys and values are cached, including hits
+    blocks: list[int]  # indices of its cache blocks
+    hashes: list[Fingerprint]  # fingerprints of its first full blocks, as far as they are known
+    cached: int  # number of leading blocks that are full and cached
     is_in_lane: bool = False  # whether it gives way to others
+    # While it decodes, `length` and `computed` are those of the step with the number `since`.
+    since: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.waited.request
+
+    def preempted(self) -> WaitingPrompt:
+        """Return the request as it waits again. Its length must be up to date."""
+        prompt = self.request.input_tokens
+        answer = tuple(self.hashes[prompt // self.request.block_tokens :])
+        return self.waited._replace(generated=self.length - prompt, answer=answer)
+
+    @property
+    def missing(self) -> int:
+        """Return the number of tokens to compute before the answer gets its next token."""
+        return self.length - self.computed
 
 
 @dataclass(slots=True)
@@ -45,7 +100,7 @@ class Plan:
     steps: int
     first_s: float  # duration of the first step
     growth_s: float  # how much longer each step is than the step before
-    chunks: Sequence[tuple[Running, int]] = ()  # sequence, its prompt tokens in this step
+    chunks: Mapping[Running, int]  # request -> its tokens that a step computes
 
     @property
     def ends_s(self) -> float:
@@ -61,17 +116,3 @@ class Plan:
         # the form of the root that also allows growth = 0.
         root = 2 * past_s / (linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * past_s))
         return min(self.steps, max(1, math.ceil(root)))
-
-
-class WaitingPrompt(NamedTuple):
-    """A waiting request. They are admitted in the order of their first two fields."""
-
-    due_s: float  # time of arrival, plus the order from the router
-    number: int  # number of the arrival
-    request: Request
-    keep: RetentionHint
-    is_batch: bool = False
-    generated: int = 0  # tokens of the answer that were generated before it was preempted
-
-    def is_in_lane(self, now_s: float) -> bool:
-        return self.is_batch and self.due_s > now_s

@@ -26,6 +26,11 @@ class FreeBlocks:
     def __len__(self) -> int:
         return len(self._blank) + len(self.idle)
 
+    @property
+    def blank(self) -> int:
+        """Return the number of blocks that can be allocated without an eviction."""
+        return len(self._blank)
+
     def __iter__(self) -> Iterator[int]:
         yield from self._blank
         yield from self.idle

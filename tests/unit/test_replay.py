@@ -122,7 +122,7 @@ def test_the_oldest_prompt_is_evicted_from_its_tail() -> None:
     assert replica.hit_tokens[3] == BLOCK_TOKENS  # 2 went, 1 is still there
 
 
-def test_a_prompt_waits_while_there_is_no_room_for_it_and_its_answer() -> None:
+def test_a_prompt_waits_while_there_is_no_room_for_it() -> None:
     replica = ModelledReplica(ROUND, 4)
     arrivals = [request(0, [1, 2], 3), request(1, [3, 4], 3)]
     first_s, last_s = run(replica, arrivals)
@@ -303,10 +303,10 @@ def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path)
 
 def test_a_replica_reports_waiting_and_running_requests_and_pending_tokens() -> None:
     replica = ModelledReplica(ROUND, 20)
-    replica.arrive(request(0, list(range(1, 19)), 2), 0.0)  # 19 blocks: all but one
+    replica.arrive(request(0, list(range(1, 19)), 2), 0.0)  # 16 of its 19 blocks in one step
     replica.arrive(request(1, [1, 2], rest=88), 0.1)
     load, pending_tokens = replica.report()
-    assert (load.running, load.waiting, load.used_blocks) == (1, 1, 19)
+    assert (load.running, load.waiting, load.used_blocks) == (1, 1, 16)
     assert pending_tokens == 18 * BLOCK_TOKENS + 1 + 88
     replica.end_step()  # a chunk of the first prompt
     assert replica.report().pending_tokens == 18 * BLOCK_TOKENS + 1 + 88

@@ -20,7 +20,7 @@ BLOCK = request(0, [1], 1).block_tokens
 def planned(replica: ModelledReplica) -> dict[int, int]:
     """Return the prompt tokens of the steps that run now, by request."""
     assert replica.plan is not None
-    return {sequence.request.index: tokens for sequence, tokens in replica.plan.chunks}
+    return {sequence.request.index: tokens for sequence, tokens in replica.plan.chunks.items()}
 
 
 def prompt(index: int, tokens: int, output: int = 2) -> Request:
@@ -57,7 +57,7 @@ def test_a_preempted_batch_request_gets_each_token_once() -> None:
         finished += [done.index for done in result.finished]
     assert (first, finished) == ([1], [1, 0])
     assert len(replica.cache.free) == 100
-    assert replica._context_tokens == 0
+    assert replica.batch.context_tokens == 0
 
 
 def test_batch_requests_wait_in_the_router_and_all_are_answered() -> None:

@@ -14,7 +14,9 @@ POLICY_NAMES = (
     "dynamo",
     "dynamo-wspt",
     "llm-d",
-    "llm-d-spec",
+    "llm-d-requests",
+    "llm-d-blend",
+    "llm-d-blend-spec",
     "lmetric",
     "min-ttft",
 )

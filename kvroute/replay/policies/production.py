@@ -19,6 +19,12 @@ from kvroute.features import FEATURES
 from kvroute.features.line import Line
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
+from kvroute.replay.policies.llm_d import (
+    LlmD,
+    LlmDBlend,
+    LlmDBlendSpeculative,
+    LlmDRequests,
+)
 from kvroute.replay.policies.policy_protocol import (
     LoadReport,
     ModelledPull,
@@ -29,8 +35,6 @@ from kvroute.replay.policies.policy_protocol import (
 from kvroute.replay.policies.rivals import (
     Baseline,
     ConsistentHash,
-    LlmD,
-    LlmDSpeculative,
     LMetric,
     SGLang,
 )
@@ -307,7 +311,9 @@ POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "dynamo": Dynamo,
     "dynamo-wspt": DynamoShortestFirst,
     "llm-d": LlmD,
-    "llm-d-spec": LlmDSpeculative,
+    "llm-d-requests": LlmDRequests,
+    "llm-d-blend": LlmDBlend,
+    "llm-d-blend-spec": LlmDBlendSpeculative,
     "lmetric": LMetric,
     "min-ttft": MinTtft,
 }
