@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.workload.trace import Request
@@ -26,13 +27,13 @@ class Served:
 
 def with_small_blocks(requests: Sequence[Request]) -> list[Request]:
     """Return the requests with blocks of BLOCK tokens in place of larger ones."""
-    from dataclasses import replace
-
     small = []
     for request in requests:
         parts = request.block_tokens // BLOCK
-        blocks = [block * parts + part for block in request.blocks for part in range(parts)]
-        small.append(replace(request, blocks=tuple(blocks), block_tokens=BLOCK))  # type: ignore[arg-type]
+        blocks = tuple(
+            Fingerprint(block * parts + part) for block in request.blocks for part in range(parts)
+        )
+        small.append(replace(request, blocks=blocks, block_tokens=BLOCK))
     return small
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvroute.prefill.speed import PrefillModel
 
-PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
+PREFILL = PrefillModel(tokens_per_s=31_000.0, attention_tokens=32_768.0)
 KV_BYTES = 131_072  # bytes of a token's keys and values
 HOST_GB_PER_S = 50.0  # speed of copies from host memory in GB/s
 DISK_GB_PER_S = 5.0  # speed of reads of a disk cache in GB/s: assumed, as of one NVMe SSD

@@ -75,7 +75,9 @@ class LlmDRequests(LlmD):
 
 
 class LlmDBlend(Indexed):
-    """llm-d's score until August 2026: 2 x cached share of the prompt + free share of the KV cache + queue score.
+    """llm-d's score until August 2026, which it now calls its legacy blend.
+
+    It is 2 x cached share of the prompt + free share of the KV cache + queue score.
 
     The source is llm-d/llm-d-inference-scheduler. The weights are those of
     deploy/config/epp-precise-prefix-cache-config.yaml, with speculative indexing off, its default.
