@@ -14,6 +14,7 @@ from kvroute.client import fail
 from kvroute.command.replay_options import (
     EXAMPLE,
     LOG_POLICIES,
+    SHAPE_REQUESTS,
     TRACE,
     Defaults,
     ReplayOptions,
@@ -41,8 +42,8 @@ def replay(options: ReplayOptions) -> None:
 
     from kvroute.replay.workload.trace import TraceError
 
-    if (options.trace is None) is not options.example:
-        raise typer.BadParameter("set either a TRACE or --example")
+    if [options.trace is not None, options.shape is not None, options.example].count(True) != 1:
+        raise typer.BadParameter("set one of TRACE, --shape and --example")
     options.check()
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
@@ -55,15 +56,19 @@ def replay(options: ReplayOptions) -> None:
 
 def _requests(options: ReplayOptions, notes: "Console") -> "list[Request]":
     """Read the trace."""
+    from kvroute.replay.workload.published_shapes import shaped
     from kvroute.replay.workload.session_ends import with_ends
     from kvroute.replay.workload.trace import read, unnamed
 
-    recorded = read(
-        options.trace or EXAMPLE_TRACE,
-        limit=options.limit,
-        seed=options.seed,
-        model=options.model,
-    )
+    if options.shape is not None:
+        recorded = shaped(options.shape, options.limit or SHAPE_REQUESTS, options.seed)
+    else:
+        recorded = read(
+            options.trace or EXAMPLE_TRACE,
+            limit=options.limit,
+            seed=options.seed,
+            model=options.model,
+        )
     if note := unnamed(recorded):
         notes.print(note)
     ends = options.ends()
@@ -109,6 +114,7 @@ def _compare(options: ReplayOptions, recorded: "list[Request]", notes: "Console"
             seed=options.seed,
             progress=progress,
             loop=arrivals.loop,
+            slo=options.limits(),
             jobs=options.jobs,
         )
     measured = None if fleet is None else measured_summary(recorded, cluster.engine)

@@ -16,11 +16,14 @@ from kvroute.replay.hardware.profiles import (
 )
 from kvroute.replay.policies.names import POLICY_NAMES
 from kvroute.replay.workload.pace import Pace
+from kvroute.replay.workload.published_shapes import SHAPES
 
 if TYPE_CHECKING:
+    from kvroute.replay.summary import Slo
     from kvroute.replay.workload.session_ends import Ends
 
 MAX_REPLICAS = 10_000
+SHAPE_REQUESTS = 2_000  # number of requests of a --shape
 MAX_PACE = 1e6  # highest --load, --speed and --rate
 
 
@@ -50,6 +53,15 @@ class TraceOptions:
         typer.Argument(
             metavar="TRACE",
             help="File of requests in Mooncake's format (JSON lines), or a folder of request logs.",
+        ),
+        BASIC,
+    ] = None
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Instead of a TRACE, the workload of a published benchmark: {', '.join(SHAPES)}. "
+            f"--limit sets its number of requests (default: {SHAPE_REQUESTS:,}).",
         ),
         BASIC,
     ] = None
@@ -329,6 +341,15 @@ class ReplayOptions(RequestOptions, RoutingOptions, ArrivalOptions, ModelledRepl
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of policies that run in parallel processes.")
     ] = 1
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft=S,tpot=S",
+            help="Limits of the time to the first token, and of an answer's mean time between "
+            "tokens, such as ttft=2,tpot=0.05: shows the share of the requests within both.",
+        ),
+        BASIC,
+    ] = None
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a list of objects instead of a table."), BASIC
     ] = False
@@ -340,6 +361,23 @@ class ReplayOptions(RequestOptions, RoutingOptions, ArrivalOptions, ModelledRepl
         self.policies(TRACE.policies)
         self.slow_replicas()
         self.ends()
+        self.limits()
+
+    def limits(self) -> "Slo | None":
+        """Parse --slo."""
+        from kvroute.replay.summary import Slo
+
+        if self.slo is None:
+            return None
+        parts = dict(part.partition("=")[::2] for part in self.slo.split(","))
+        limits = {f"{name.strip()}_s": _numbers(value) for name, value in parts.items()}
+        if limits.keys() <= {*Slo._fields} and all(
+            len(value) == 1 and value[0] > 0 for value in limits.values()
+        ):
+            return Slo(**{name: value for name, (value,) in limits.items()})
+        raise typer.BadParameter(
+            f"--slo is {self.slo!r}; expected limits in seconds, such as ttft=2,tpot=0.05"
+        )
 
 
 def _numbers(text: str) -> list[float]:

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from rich.progress import Progress
 
 from kvroute.replay.simulate import Cluster, Outcome, simulate
-from kvroute.replay.summary import Summary, summarise
+from kvroute.replay.summary import Slo, Summary, summarise
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import (
     Request,
@@ -42,16 +42,18 @@ def compare(
     seed: int,
     progress: Progress,
     loop: Loop = OPEN_LOOP,
+    slo: Slo | None = None,
     jobs: int = 1,
 ) -> list[PolicyRun]:
     """Return one run for each policy, in order; run `jobs` of them in parallel processes."""
     if jobs == 1:
         return [
-            _run_with_progress(name, requests, cluster, seed, loop, progress) for name in policies
+            _run_with_progress(name, requests, cluster, seed, loop, slo, progress)
+            for name in policies
         ]
     task = progress.add_task(", ".join(policies), total=len(policies))
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        runs = [pool.submit(_run, name, requests, cluster, seed, loop) for name in policies]
+        runs = [pool.submit(_run, name, requests, cluster, seed, loop, slo) for name in policies]
         for _ in as_completed(runs):
             progress.advance(task)
         return [run.result() for run in runs]
@@ -109,10 +111,11 @@ def _run_with_progress(
     cluster: Cluster,
     seed: int,
     loop: Loop,
+    slo: Slo | None,
     progress: Progress,
 ) -> PolicyRun:
     task = progress.add_task(policy, total=len(requests))
-    return _run(policy, requests, cluster, seed, loop, lambda: progress.advance(task))
+    return _run(policy, requests, cluster, seed, loop, slo, lambda: progress.advance(task))
 
 
 def _run(
@@ -121,6 +124,7 @@ def _run(
     cluster: Cluster,
     seed: int,
     loop: Loop,
+    slo: Slo | None,
     on_first_token: Callable[[], None] = lambda: None,
 ) -> PolicyRun:
     outcome = simulate(
@@ -132,4 +136,4 @@ def _run(
         queued=loop.queued,
         on_first_token=on_first_token,
     )
-    return PolicyRun(outcome, summarise(policy, requests, outcome, loop))
+    return PolicyRun(outcome, summarise(policy, requests, outcome, loop, slo))

@@ -22,6 +22,7 @@ from kvroute.replay.policies.policy_protocol import LoadReport
 from kvroute.replay.running_batch import RunningBatch
 from kvroute.replay.steps import Plan, Running, StepResult, WaitingPrompt
 from kvroute.replay.tier_memory import TierMemory
+from kvroute.replay.token_gaps import TokenGaps
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
 
@@ -58,6 +59,7 @@ class ModelledReplica:
         # The slower tiers; None: there are none.
         self.memory = TierMemory[Running](tiers, model.prefill) if tiers else None
         self.prefill_s = 0.0  # seconds of prefill since the start
+        self.gaps = TokenGaps()
         self._now_s = 0.0  # time of the caller's latest call
         self.plan: Plan | None = None  # the steps that run now; None: the engine is idle
         self._model = model
@@ -150,6 +152,8 @@ class ModelledReplica:
         result = StepResult(added=[*batch.added], removed=self._removed)
         batch.added.clear()
         self._removed = []
+        for step in range(plan.steps):
+            self.gaps.add(plan.first_s + step * plan.growth_s, len(batch.decoding))
         batch.advance(plan.steps)
         for sequence, tokens in plan.chunks.items():
             sequence.computed += tokens
@@ -158,7 +162,9 @@ class ModelledReplica:
                 batch.prefilling.remove(sequence)
                 batch.decode(sequence)
                 del self._pending_tokens[sequence.request.index]
-                if not sequence.waited.generated:
+                if sequence.waited.generated:
+                    self.gaps.add(plan.ends_s - sequence.waited.preempted_s)
+                else:
                     result.first_tokens.append(sequence.request)
         for sequence in batch.pop_ended():
             self._release(sequence)
@@ -300,7 +306,7 @@ class ModelledReplica:
         """
         last = self.batch.preempt()
         self._in_lane -= last.is_in_lane
-        heappush(self._waiting, last.preempted())
+        heappush(self._waiting, last.preempted(self._now_s))
         self._pending_tokens[last.request.index] = self._missing_tokens(last.request)
         return last
 

@@ -4,7 +4,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 
@@ -36,6 +36,7 @@ from kvroute.replay.simulation_events import (
     StepEnd,
 )
 from kvroute.replay.steps import StepResult, blocks_needed
+from kvroute.replay.token_gaps import TokenGaps
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, FollowUp
 from kvroute.replay.workload.trace import Request, TraceError
 
@@ -109,6 +110,8 @@ class Outcome:
     reload_wait_s: list[float]  # seconds that each request waited for a copy
     reload_s: list[float]  # seconds that each replica spent on copies
     pulled_tokens: list[int]  # tokens that were pulled from another replica
+    gaps: TokenGaps = field(default_factory=TokenGaps)  # times between two tokens of the answers
+    preemptions: int = 0  # how often requests were preempted for lack of blocks
 
 
 def simulate(
@@ -243,6 +246,9 @@ class _Simulation:
                     self._routers[number].on_reports(reports, now_s)
                     self._send(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
+        for replica in self._replicas:
+            self._outcome.gaps.update(replica.gaps)
+            self._outcome.preemptions += replica.batch.preemptions
         self._outcome.reload_s = [
             0.0 if replica.memory is None else replica.memory.reload_s for replica in self._replicas
         ]

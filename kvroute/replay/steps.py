@@ -20,6 +20,7 @@ class WaitingPrompt(NamedTuple):
     is_batch: bool = False
     generated: int = 0  # tokens of the answer that were generated before it was preempted
     answer: tuple[Fingerprint, ...] = ()  # fingerprints of the full blocks of these tokens
+    preempted_s: float = 0.0  # time of the last of these tokens
 
     def is_in_lane(self, now_s: float) -> bool:
         return self.is_batch and self.due_s > now_s
@@ -65,11 +66,14 @@ class Running:
     def request(self) -> Request:
         return self.waited.request
 
-    def preempted(self) -> WaitingPrompt:
+    def preempted(self, now_s: float) -> WaitingPrompt:
         """Return the request as it waits again. Its length must be up to date."""
         prompt = self.request.input_tokens
         answer = tuple(self.hashes[prompt // self.request.block_tokens :])
-        return self.waited._replace(generated=self.length - prompt, answer=answer)
+        generated = self.length - prompt
+        # A prompt with an answer may be preempted again before the answer has another token.
+        since_s = now_s if generated > self.waited.generated else self.waited.preempted_s
+        return self.waited._replace(generated=generated, answer=answer, preempted_s=since_s)
 
     @property
     def missing(self) -> int:

@@ -45,6 +45,14 @@ COLUMNS: Sequence[SummaryColumn] = (
     SummaryColumn("requests\n/s", "throughput_rps", "{:.1f}", HIGH),
     SummaryColumn("prompt\ntokens/s", "prompt_tokens_per_s", "{:,.0f}", HIGH),
 )
+TOKEN_COLUMNS: Sequence[SummaryColumn] = (
+    POLICY,
+    SummaryColumn("time between\ntokens p50, ms", "itl_p50_ms", "{:.0f}", LOW),
+    SummaryColumn("\np90, ms", "itl_p90_ms", "{:.0f}", LOW),
+    SummaryColumn("\np99, ms", "itl_p99_ms", "{:.0f}", LOW),
+    SummaryColumn("preempted", "preemptions", "{:,}", LOW),
+    SummaryColumn("requests\nwithin --slo", "goodput", "{:.1%}", HIGH),
+)
 SESSION_COLUMNS: Sequence[SummaryColumn] = (
     POLICY,
     SummaryColumn("session\nmean, s", "session_mean_s", "{:.1f}", LOW),
@@ -92,6 +100,13 @@ class SessionTimes:
     most_sessions_s: float | None = None  # from the first arrival until 90% of sessions have ended
 
 
+class Slo(NamedTuple):
+    """Limits of a request's times, which users of the fleet expect."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf  # mean time between two tokens of an answer
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """The figures of one policy."""
@@ -103,6 +118,12 @@ class Summary:
     ttft_p90_s: float
     ttft_p99_s: float
     tpot_p90_ms: float  # 90th percentile of an answer's mean time between two tokens
+    # Percentiles of the time between two tokens, over the tokens of all answers; None: unknown.
+    itl_p50_ms: float | None
+    itl_p90_ms: float | None
+    itl_p99_ms: float | None
+    preemptions: int  # how often an engine preempted a request for lack of blocks
+    goodput: float | None  # share of the requests within the limits of --slo; None: no limits
     # Requests per second that got their first token before the last request arrived.
     throughput_rps: float
     # Prompt tokens of the requests in throughput_rps, per second, cached tokens included.
@@ -159,7 +180,11 @@ def measured_part(requests: Sequence[Request]) -> slice:
 
 
 def summarise(
-    policy: str, requests: Sequence[Request], outcome: Outcome, loop: Loop = OPEN_LOOP
+    policy: str,
+    requests: Sequence[Request],
+    outcome: Outcome,
+    loop: Loop = OPEN_LOOP,
+    slo: Slo | None = None,
 ) -> Summary:
     """Return the figures of one policy."""
     measured = measured_part(requests)
@@ -173,6 +198,8 @@ def summarise(
     arrival_s, first_s = np.array(outcome.arrival_s), np.array(outcome.first_token_s)
     ttft_s = (first_s - arrival_s)[measured]
     p50_s, p90_s, p99_s = np.percentile(ttft_s, [50, 90, 99])
+    tpot_s = _tpot_s(requests[measured], outcome, measured)
+    itl_s = outcome.gaps.percentiles_s(0.5, 0.9, 0.99) if outcome.gaps else (None,) * 3
     span_s = float(arrival_s.max() - arrival_s.min())
     in_time = first_s <= arrival_s.max()
     return Summary(
@@ -182,7 +209,10 @@ def summarise(
         ttft_p50_s=float(p50_s),
         ttft_p90_s=float(p90_s),
         ttft_p99_s=float(p99_s),
-        tpot_p90_ms=_tpot_p90_ms(requests[measured], outcome, measured),
+        tpot_p90_ms=1000 * float(np.percentile(tpot_s[tpot_s > 0.0], 90)) if tpot_s.any() else 0.0,
+        **dict(zip(("itl_p50_ms", "itl_p90_ms", "itl_p99_ms"), map(_ms, itl_s), strict=True)),
+        preemptions=outcome.preemptions,
+        goodput=slo and float(((ttft_s <= slo.ttft_s) & (tpot_s <= slo.tpot_s)).mean()),
         throughput_rps=int(in_time.sum()) / span_s,
         prompt_tokens_per_s=float(input_tokens[in_time].sum()) / span_s,
         imbalance=max(outcome.prefill_s) * len(outcome.prefill_s) / sum(outcome.prefill_s),
@@ -209,9 +239,9 @@ def tables(
 ) -> Iterator[ReportTable]:
     """Yield the tables of the report.
 
-    The first table is about requests. In a closed loop, tables about sessions follow. The next
-    table has balance and TTFT by prompt size. If slower tiers were used, the last table has hits by
-    tier.
+    The first table is about requests, the second one about the tokens of answers. In a closed loop,
+    tables about sessions follow. The next table has balance and TTFT by prompt size. If slower
+    tiers were used, the last table has hits by tier.
 
     Args:
         summaries: The results of each policy.
@@ -219,6 +249,8 @@ def tables(
     """
     ties = ties or {}
     yield _table(summaries, COLUMNS, ties)
+    has_slo = any(summary.goodput is not None for summary in summaries)
+    yield _table(summaries, TOKEN_COLUMNS if has_slo else TOKEN_COLUMNS[:-1], ties)
     if any(summary.session_times.sessions for summary in summaries):
         yield _table(summaries, SESSION_COLUMNS, ties)
         yield _table(summaries, SLOWDOWN_COLUMNS, ties)
@@ -303,10 +335,12 @@ def _p90_by_size_s(input_tokens: Floats, ttft_s: Floats) -> list[float | None]:
     return [float(np.percentile(times_s, 90)) if times_s.size else None for times_s in by_size]
 
 
-def _tpot_p90_ms(requests: Sequence[Request], outcome: Outcome, measured: slice) -> float:
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
+
+
+def _tpot_s(requests: Sequence[Request], outcome: Outcome, measured: slice) -> Floats:
+    """Return each answer's mean time between two tokens; 0 for answers of one token."""
     decode_s = np.array(outcome.finished_s)[measured] - np.array(outcome.first_token_s)[measured]
-    tokens = np.array([request.output_tokens - 1 for request in requests])
-    is_long = tokens > 0  # the answer has two tokens or more, with a time between them
-    if not is_long.any():
-        return 0.0
-    return float(np.percentile(1000 * decode_s[is_long] / tokens[is_long], 90))
+    gaps = np.array([request.output_tokens - 1 for request in requests])
+    return np.where(gaps > 0, decode_s / np.maximum(gaps, 1), 0.0)

@@ -30,7 +30,8 @@ from tests.support.conversations import conversations, request
 NO_ATTENTION = PrefillModel(tokens_per_s=1000.0, attention_tokens=1e12)
 ROUND = EngineModel(NO_ATTENTION, step_s=1.0, sequence_s=0.0, context_token_s=0.001)
 KEYS = (
-    "policy hit_share ideal_share ttft_p50_s ttft_p90_s ttft_p99_s tpot_p90_ms throughput_rps "
+    "policy hit_share ideal_share ttft_p50_s ttft_p90_s ttft_p99_s tpot_p90_ms itl_p50_ms "
+    "itl_p90_ms itl_p99_ms preemptions goodput throughput_rps "
     "prompt_tokens_per_s imbalance ttft_p90_under_4k_s ttft_p90_4k_16k_s ttft_p90_16k_48k_s "
     "ttft_p90_over_48k_s gpu_hit_share host_hit_share disk_hit_share reload_s reload_wait_ms "
     "sessions session_mean_s session_p50_s session_p90_s slowdown_p50 slowdown_p90 slowdown_p99 "

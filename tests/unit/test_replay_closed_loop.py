@@ -115,7 +115,7 @@ def test_the_command_replays_sessions(trace: Path, pace: list[str]) -> None:
     assert [row["policy"] for row in json.loads(result.stdout)] == ["kvroute", "dynamo"]
 
 
-@pytest.mark.parametrize("policy", ["kvroute", "dynamo-wspt", "llm-d-spec", "lmetric"])
+@pytest.mark.parametrize("policy", ["kvroute", "dynamo-wspt", "llm-d", "llm-d-requests", "lmetric"])
 def test_equal_arguments_give_equal_outcomes(policy: str) -> None:
     requests, loop = starts_at_speed(agents(0, sessions=60), 20.0, ENGINE)
     cluster = Cluster(4, 400_000, routers=2, share_delay_s=math.inf, slow_share=0.5, slow_speed=0.5)

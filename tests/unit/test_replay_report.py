@@ -51,10 +51,10 @@ def test_options_replace_those_of_the_example() -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), (str(EXAMPLE_TRACE), "--example")])
-def test_a_replay_needs_either_a_trace_or_the_example(arguments: tuple[str, ...]) -> None:
+def test_a_replay_needs_a_trace_a_shape_or_the_example(arguments: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, ["replay", *arguments])
     assert result.exit_code == 2
-    assert "either a TRACE or --example" in result.output
+    assert "set one of TRACE, --shape and --example" in result.output
 
 
 def test_the_longest_names_of_policies_fit(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
+from kvroute.replay.policies.llm_d import LlmD, LlmDBlend, LlmDBlendSpeculative, LlmDRequests
 from kvroute.replay.policies.policy_protocol import LoadReport, Policy, Setup
-from kvroute.replay.policies.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
+from kvroute.replay.policies.rivals import Indexed, LMetric, StickyLeastLoaded
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
 SETUP = Setup(2, 800_000, PrefillModel(25_000.0, 32_768.0), BLOCK_TOKENS, chunk_tokens=1000)
@@ -94,17 +95,17 @@ def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() ->
     assert policy.hits(request) == [0, 0]
 
 
-def test_llm_d_spreads_equal_prompts_until_the_index_knows_them_and_speculation_does_not() -> None:
+def test_llm_ds_blend_spreads_equal_prompts_unless_it_speculates() -> None:
     def homes(policy: Policy) -> set[int]:
         chains = [prompt(n, 4 * BLOCK_TOKENS, range(1, 5)) for n in range(2)]
         return {replica for request in chains for _, replica in sent(policy, request)}
 
-    assert homes(LlmD(SETUP, random.Random(0))) == {0, 1}
-    assert len(homes(LlmDSpeculative(SETUP, random.Random(0)))) == 1
+    assert homes(LlmDBlend(SETUP, random.Random(0))) == {0, 1}
+    assert len(homes(LlmDBlendSpeculative(SETUP, random.Random(0)))) == 1
 
 
 def test_llm_ds_speculation_ends_after_two_seconds() -> None:
-    policy = LlmDSpeculative(SETUP, random.Random(0))
+    policy = LlmDBlendSpeculative(SETUP, random.Random(0))
     request = prompt(0, 4 * BLOCK_TOKENS, range(1, 5))
     sent(policy, request)
     sent(policy, now_s=1.9)
@@ -113,7 +114,7 @@ def test_llm_ds_speculation_ends_after_two_seconds() -> None:
     assert policy.hits(request) == [0, 0]
 
 
-@pytest.mark.parametrize(("kind", "credit"), [(LMetric, 1.0), (LlmD, 0.8), (Dynamo, 0.75)])
+@pytest.mark.parametrize(("kind", "credit"), [(LMetric, 1.0), (LlmDBlend, 0.8), (Dynamo, 0.75)])
 def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], credit: float) -> None:
     policy = kind(replace(SETUP, tiers={HOST: TierFacts(100, 1, 1.0)}), random.Random(0))
     chain = [Fingerprint(block) for block in range(1, 5)]
@@ -122,10 +123,45 @@ def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], cre
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_llm_d_uses_the_replicas_reports(busy: int) -> None:
-    policy = LlmD(SETUP, random.Random(0))
+def test_llm_ds_blend_uses_the_replicas_reports(busy: int) -> None:
+    policy = LlmDBlend(SETUP, random.Random(0))
     idle, loaded = LoadReport(Load(), 0), LoadReport(Load(waiting=3, used_blocks=900), 5000)
     policy.on_reports([loaded, idle] if busy == 0 else [idle, loaded], 0.0)
     assert [replica for _, replica in sent(policy, *(prompt(n, 10) for n in range(5)))] == [
         1 - busy
     ] * 5
+
+
+def test_llm_d_keeps_to_a_replica_with_most_of_the_prompt_until_it_would_take_18_s_longer() -> None:
+    policy = LlmD(SETUP, random.Random(0))
+    chain = [*range(1, 11)]
+    policy.on_index_change(0, [Fingerprint(block) for block in chain[:9]], [])
+    known = prompt(0, 10 * BLOCK_TOKENS, chain)
+    assert policy.penalty_tokens == pytest.approx(18.0 * 25_000, rel=0.03)
+    policy.prefill_tokens = [policy.penalty_tokens, 0]
+    assert policy.pick(known) == 0
+    policy.prefill_tokens = [policy.penalty_tokens + 1, 0]
+    assert policy.pick(known) == 1
+    policy.prefill_tokens = [1.0, 0]
+    assert policy.pick(prompt(1, 20 * BLOCK_TOKENS, [*chain, *range(100, 110)])) == 0  # 9 of 20
+    policy.prefill_tokens = [20.0 * BLOCK_TOKENS, 0]
+    assert policy.pick(prompt(1, 20 * BLOCK_TOKENS, [*chain, *range(100, 110)])) == 1
+
+
+def test_llm_d_requests_takes_the_fewest_requests_of_those_with_most_of_the_prompt() -> None:
+    policy = LlmDRequests(SETUP, random.Random(0))
+    policy.on_index_change(0, [Fingerprint(1)], [])
+    policy.active = [3, 0]
+    assert policy.pick(prompt(0, BLOCK_TOKENS + 1, [1])) == 0
+    policy.on_index_change(1, [Fingerprint(1)], [])
+    assert policy.pick(prompt(0, BLOCK_TOKENS + 1, [1])) == 1
+
+
+def test_a_sticky_session_stays_where_the_fewest_sessions_were() -> None:
+    policy = StickyLeastLoaded(SETUP, random.Random(0))
+    turns = [replace(prompt(n, 10), session=name, is_end=n == 3) for n, name in enumerate("abcabd")]
+    homes = [policy.choose(turn) for turn in turns[:5]]
+    assert homes[:2] == homes[3:5]
+    assert sorted(homes[:2]) == [0, 1]
+    policy.on_finish(turns[3], 1.0)  # a's end
+    assert policy.sessions[homes[0]] == int(homes[2] == homes[0])

@@ -25,9 +25,9 @@ from kvroute.settings.help import expectation
 DEFAULT_ENGINE = "h200-8b"
 ASSUMED = EngineModel()  # its values are the defaults of a profile
 
-# Share of the GPU's dense BF16 peak that prefill is assumed to reach. Alone, a prompt reached 0.60
-# (Qwen3-32B on two H100) to 0.68 (8B on one). With 0.5, a fleet that computes prompts beside answers
-# is as fast as published (docs/measurements.md, "Published fleets").
+# Share of the GPU's dense BF16 peak that prefill is assumed to reach. A prompt alone reached 0.60
+# (Qwen3-32B on two H100) to 0.68 (8B on one). With 0.5, a fleet that computes prompts beside
+# answers is as fast as published (docs/measurements.md, "Published fleets").
 PEAK_FLOPS_SHARE = 0.5
 STEP_OVERHEAD_S = 1.5e-3  # assumed time of scheduling and kernel launches in a step
 MEMORY_SHARE = 0.9  # share of a GPU's memory for weights and KV cache, as by default in vLLM

@@ -10,6 +10,7 @@ POLICY_NAMES = (
     "least-loaded",
     "random",
     "consistent-hash",
+    "sticky-least-loaded",
     "sglang",
     "dynamo",
     "dynamo-wspt",

@@ -37,6 +37,7 @@ from kvroute.replay.policies.rivals import (
     ConsistentHash,
     LMetric,
     SGLang,
+    StickyLeastLoaded,
 )
 from kvroute.replay.workload.trace import Request
 from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
@@ -307,6 +308,7 @@ POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute-always-pull": AlwaysPull,
     **{name: partial(Baseline, name) for name in RANKINGS if name != "kvroute"},
     "consistent-hash": ConsistentHash,
+    "sticky-least-loaded": StickyLeastLoaded,
     "sglang": SGLang,
     "dynamo": Dynamo,
     "dynamo-wspt": DynamoShortestFirst,

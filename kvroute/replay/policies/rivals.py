@@ -117,6 +117,36 @@ class ConsistentHash(Counting):
         return self.ring[bisect(self.ring, (key,)) % len(self.ring)][1]
 
 
+class StickyLeastLoaded(Counting):
+    """vLLM router's sticky_least_loaded: a session stays where there were the fewest sessions.
+
+    The source is the vllm-router 0.1.17 package, --policy sticky_least_loaded. A session ends with
+    the client's hint. Its expiry after an idle time is not modelled. A request without a session is
+    a session of its own, which ends with its answer.
+    """
+
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        super().__init__(setup, rng)
+        self.home: dict[str, int] = {}  # session -> its replica
+        self.sessions = [0] * setup.replicas  # replica -> number of its sessions
+
+    def pick(self, request: Request) -> int:
+        name = self.name(request)
+        if name not in self.home:
+            self.home[name] = self.cheapest(self.sessions)
+            self.sessions[self.home[name]] += 1
+        return self.home[name]
+
+    def name(self, request: Request) -> str:
+        """Return the name of the request's session."""
+        return request.session or f"request {request.index}"
+
+    def on_finish(self, request: Request, now_s: float) -> None:
+        super().on_finish(request, now_s)
+        if request.is_end or not request.session:
+            self.sessions[self.home.pop(self.name(request))] -= 1
+
+
 class SGLang(Counting):
     """SGLang's cache_aware: the replica to which most of the prompt was last sent.
 

@@ -23,7 +23,7 @@ from tests.bench.matrix.workloads import FILES, Files
 from tests.bench.report import Section
 
 # In nearly all cells, the best rival is one of these.
-RIVALS = "llm-d,llm-d-spec,sglang,dynamo-wspt,lmetric"
+RIVALS = "llm-d,llm-d-requests,llm-d-blend,sglang,dynamo-wspt,lmetric"
 RIVALS_OF_SLOW = ["least-loaded"]  # additional rivals in cells with slow replicas
 
 Run = tuple[str, str, int]  # cell, policy and seed

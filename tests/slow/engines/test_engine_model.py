@@ -9,7 +9,7 @@ import pytest
 
 from kvroute.command.replay_command import EXAMPLE_TRACE
 from kvroute.replay.hardware.profiles import PROFILES
-from kvroute.replay.workload.shapes import SHAPES
+from kvroute.replay.workload.published_shapes import SHAPES
 from kvroute.replay.workload.trace import Request, at_speed, read
 from tests.support.conversations import conversations
 from tests.support.vllm_model import Served, modelled, scheduled_by_vllm, with_small_blocks

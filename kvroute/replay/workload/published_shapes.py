@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import count, cycle, islice
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replay.workload.trace import Request
+from kvroute.replay.workload.trace import Request, TraceError
 
 SHAPE_BLOCK_TOKENS = 16
 
@@ -80,3 +80,14 @@ SHAPES: Mapping[str, Callable[[int, random.Random], Iterator[Request]]] = {
     "code-generation": code_generation,
     "reasoning": reasoning,
 }
+
+
+def shaped(name: str, requests: int, seed: int) -> list[Request]:
+    """Return the requests of a shape.
+
+    Raises:
+        TraceError: There is no such shape.
+    """
+    if name not in SHAPES:
+        raise TraceError(f"--shape is {name!r}; expected one of {', '.join(SHAPES)}")
+    return [*SHAPES[name](requests, random.Random(seed))]
