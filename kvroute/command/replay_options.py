@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import typer
 
 from kvroute.command.option_classes import BASIC
+from kvroute.replay.hardware.model_config import load_model
 from kvroute.replay.hardware.profiles import (
     DEFAULT_ENGINE,
+    GPUS,
     PROFILES,
     Profile,
     ProfileError,
+    derived,
     load_profile,
 )
 from kvroute.replay.policies.names import POLICY_NAMES
@@ -96,10 +99,23 @@ class ModelledReplicas:
         typer.Option(
             metavar="NAME|FILE",
             help=f"Profile of each engine: {', '.join(PROFILES)}; or a JSON file with your own "
-            f"numbers (default: {DEFAULT_ENGINE}, or one that fits the times in the request log).",
+            f"numbers, or the report of `make gpu-check`; or with --model-config a GPU: "
+            f"{', '.join(GPUS)} (default: {DEFAULT_ENGINE}, or one that fits the times in the "
+            "request log).",
         ),
         BASIC,
     ] = None
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The config.json of your model, or its folder: derives the profile for the GPU of "
+            "--engine.",
+        ),
+    ] = None
+    gpus: Annotated[
+        int, typer.Option(min=1, help="With --model-config: number of GPUs of each engine.")
+    ] = 1
     kv_tokens: Annotated[
         int | None,
         typer.Option(
@@ -149,7 +165,23 @@ class ModelledReplicas:
             raise typer.BadParameter(
                 "--disk-tokens needs --host-tokens, since disks fill host memory"
             )
+        if self.gpus > 1 and self.model_config is None:
+            raise typer.BadParameter(
+                f"--gpus {self.gpus} needs --model-config; profiles have a number of GPUs already"
+            )
+        if self.engine in GPUS and self.model_config is None:
+            raise typer.BadParameter(
+                f"--engine {self.engine} is a GPU; set --model-config to the config.json of your "
+                f"model, or --engine to a profile: {', '.join(PROFILES)}"
+            )
+        if self.model_config is not None and self.engine not in GPUS:
+            raise typer.BadParameter(
+                f"with --model-config, --engine is {self.engine!r}; expected a GPU: "
+                f"{', '.join(GPUS)}"
+            )
         try:
+            if self.model_config is not None and self.engine is not None:
+                return derived(GPUS[self.engine], load_model(self.model_config), gpus=self.gpus)
             return load_profile(self.engine or DEFAULT_ENGINE)
         except ProfileError as error:
             raise typer.BadParameter(str(error)) from None

@@ -9,6 +9,7 @@ from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
 from kvroute.replay.hardware.engine_model import EngineModel
+from kvroute.replay.hardware.model_config import load_model
 from kvroute.replay.hardware.profiles import (
     A100,
     DEFAULT_ENGINE,
@@ -125,3 +126,93 @@ def test_the_engine_brings_its_cache_and_an_option_wins(trace: Path) -> None:
     small = run("replay", trace, "--speed", 1, "--engine", "l4-8b", "--kv-tokens", 1024)
     assert "but a replica has 1024" in small.stderr
     assert run("replay", trace, "--speed", 1, "--engine", "l4-8b").exit_code == 0
+
+
+QWEN3_32B = {
+    "num_hidden_layers": 64,
+    "hidden_size": 5120,
+    "num_attention_heads": 64,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 25600,
+    "vocab_size": 151936,
+}
+GPT_OSS_120B = {
+    "num_hidden_layers": 36,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 2880,
+    "vocab_size": 201088,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "quantization_config": {"quant_method": "mxfp4"},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active", "layers", "gigabytes"),
+    [(QWEN3_32B, 32.8e9, 32.8e9, 64, 65.5), (GPT_OSS_120B, 116.8e9, 5.7e9, 18, 63.0)],
+)
+def test_a_models_shape_is_read_from_its_config(
+    config: dict[str, object],
+    parameters: float,
+    active: float,
+    layers: int,
+    gigabytes: float,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_model(tmp_path)
+    assert model.parameters == pytest.approx(parameters, rel=0.03)
+    assert model.active_parameters == pytest.approx(active, rel=0.06)
+    assert model.layers == layers
+    assert model.weight_bytes * model.parameters / 1e9 == pytest.approx(gigabytes, rel=0.04)
+
+
+def test_the_config_of_a_model_with_a_text_part_is_found(tmp_path: Path) -> None:
+    inner, outer = tmp_path / "inner.json", tmp_path / "outer.json"
+    inner.write_text(json.dumps(QWEN3_32B))
+    outer.write_text(json.dumps({"text_config": QWEN3_32B, "vision_config": {}}))
+    assert load_model(inner) == load_model(outer)
+
+
+def test_an_engine_is_derived_from_a_gpu_and_a_config(trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(QWEN3_32B))
+    options = ("replay", trace, "--replicas", 2, "--rate", 1, "--model-config", config)
+    result = run(*options, "--engine", "h100", "--gpus", 2)
+    assert "299," in result.stdout  # thousands of tokens of KV cache
+    assert "set a larger --gpus" in said(run(*options, "--engine", "l4"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--engine", "h100"), "set --model-config"),
+        (("--gpus", 2), "needs --model-config"),
+        (("--model-config", "config.json"), "expected a GPU"),
+        (("--engine", "h100", "--model-config", "missing"), "expected the config.json"),
+    ],
+)
+def test_wrong_options_of_a_derived_engine_are_named(
+    trace: Path, options: tuple[object, ...], expected: str
+) -> None:
+    result = run("replay", trace, *options)
+    assert result.exit_code == 2
+    assert expected in said(result)
+
+
+def test_a_config_without_a_needed_field_is_named(trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"hidden_size": 64}))
+    result = run("replay", trace, "--engine", "h100", "--model-config", config)
+    assert "num_hidden_layers" in said(result)
+
+
+def test_the_report_of_a_gpu_check_is_a_profile(tmp_path: Path) -> None:
+    report = tmp_path / "gpu-report.md"
+    report.write_text('# GPU check\n\n- ready\n- `{"step_s": 0.007, "chunk_tokens": 4096}`\n- x\n')
+    assert load_profile(str(report)) == Profile(step_s=0.007, chunk_tokens=4096)

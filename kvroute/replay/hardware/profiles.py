@@ -4,6 +4,7 @@ The default `h200-8b` has the rounded results of derived(); the other profiles h
 No named profile was measured. docs/measurements.md compares `h100-8b` with a real H100.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,12 +84,14 @@ class GpuPeak:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The shape of a dense transformer."""
+    """The shape of a transformer."""
 
     parameters: float
-    layers: int
+    layers: int  # layers that attend to all tokens
     width: int  # query heads x head size
-    kv_width: int  # key-value heads x head size
+    kv_width: float  # key-value heads x head size
+    active_parameters: float = 0.0  # those that a token uses, if it does not use all; 0: all
+    weight_bytes: float = BYTES  # bytes of a weight
 
 
 # Speed of copies from pinned host memory in GB/s. Blocks are assumed to get about 80% of the link's
@@ -99,6 +102,7 @@ H200 = GpuPeak(989e12, 4.8e12, 141e9, PCIE_5)  # SXM
 H100 = GpuPeak(989e12, 3.35e12, 80e9, PCIE_5)  # SXM
 A100 = GpuPeak(312e12, 2.039e12, 80e9, PCIE_4)  # SXM, 80 GB
 L4 = GpuPeak(121e12, 0.3e12, 24e9, PCIE_4)
+GPUS = {"h200": H200, "h100": H100, "a100": A100, "l4": L4}
 LLAMA_8B = Model(8.03e9, layers=32, width=4096, kv_width=1024)  # Llama 3.1
 LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
 
@@ -106,21 +110,33 @@ LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
 def derived(gpu: GpuPeak, model: Model, *, gpus: int = 1) -> Profile:
     """Derive the profile of a replica on `gpus` GPUs from the GPU's peak figures.
 
-    Prefill of a token takes 2 FLOPs for each parameter, and 4 x layers x width FLOPs for each token
-    before it. Both terms are equal after parameters / (2 x layers x width) tokens. A step reads the
-    weights once, and the keys and values of all context tokens, at the memory's peak speed.
-    Communication between GPUs is assumed to take no time. Each GPU has its own link to host memory.
+    Prefill of a token takes 2 FLOPs for each parameter that it uses, and 4 x layers x width FLOPs
+    for each token before it. Both terms are equal after parameters / (2 x layers x width) tokens. A
+    step reads the weights once, and the keys and values of all context tokens, at the memory's peak
+    speed. Communication between GPUs is assumed to take no time. Each GPU has its own link to host
+    memory.
+
+    Raises:
+        ProfileError: The GPUs have no memory left beside the weights.
     """
-    weight_bytes = BYTES * model.parameters
+    active = model.active_parameters or model.parameters
+    weight_bytes = model.weight_bytes * model.parameters
     kv_bytes = 2 * BYTES * model.layers * model.kv_width  # bytes of one token
     bytes_per_s = gpus * gpu.memory_bytes_per_s
+    kv_tokens = int((MEMORY_SHARE * gpus * gpu.memory_bytes - weight_bytes) / kv_bytes)
+    if kv_tokens <= 0:
+        raise ProfileError(
+            f"the weights take {weight_bytes / 1e9:,.0f} GB, but {gpus} GPU(s) have "
+            f"{MEMORY_SHARE * gpus * gpu.memory_bytes / 1e9:,.0f} GB for weights and KV cache; set "
+            "a larger --gpus"
+        )
     return Profile(
-        prefill_tokens_per_s=gpus * PEAK_FLOPS_SHARE * gpu.flops / (2 * model.parameters),
-        attention_tokens=model.parameters / (2 * model.layers * model.width),
+        prefill_tokens_per_s=gpus * PEAK_FLOPS_SHARE * gpu.flops / (2 * active),
+        attention_tokens=active / (2 * model.layers * model.width),
         step_s=STEP_OVERHEAD_S + weight_bytes / bytes_per_s,
         context_token_s=kv_bytes / bytes_per_s,
-        kv_tokens=int((MEMORY_SHARE * gpus * gpu.memory_bytes - weight_bytes) / kv_bytes),
-        kv_bytes=kv_bytes,
+        kv_tokens=kv_tokens,
+        kv_bytes=int(kv_bytes),
         host_gb_per_s=gpus * gpu.host_gb_per_s,
     )
 
@@ -136,7 +152,7 @@ PROFILES = {
 
 
 def load_profile(name_or_file: str) -> Profile:
-    """Return the named profile, or the profile in the file.
+    """Return the named profile, or the profile in the file, which may be a report of gpu-check.
 
     Raises:
         ProfileError: There is no such profile, or the file is invalid.
@@ -148,9 +164,11 @@ def load_profile(name_or_file: str) -> Profile:
     except OSError as error:
         raise ProfileError(
             f"--engine is {name_or_file!r}, which is neither a profile nor a readable file "
-            f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file such as "
-            f"{Profile().model_dump_json()}"
+            f"({error.strerror}); expected one of {', '.join(PROFILES)}; with --model-config, one "
+            f"of {', '.join(GPUS)}; or a JSON file such as {Profile().model_dump_json()}"
         ) from None
+    if reported := re.search(rb"^- `(\{.*\})`$", content, re.MULTILINE):
+        content = reported[1]
     try:
         return Profile.model_validate_json(content)
     except Invalid as invalid:
