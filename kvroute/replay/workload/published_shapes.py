@@ -25,20 +25,29 @@ class _Blocks:
         return tuple(map(Fingerprint, islice(self._numbers, tokens // SHAPE_BLOCK_TOKENS)))
 
 
-def shared_prefix(requests: int, rng: random.Random) -> Iterator[Request]:
-    """Yield requests with 150 shared prefixes of 6,000 tokens, each with 5 questions of 1,200.
+def shared_prefix(
+    requests: int, rng: random.Random, *, question: int = 1200, answer: int = 1000
+) -> Iterator[Request]:
+    """Yield requests with 150 shared prefixes of 6,000 tokens, each with 5 questions.
 
-    The 750 prompts are shuffled once, and then sent again and again. Answers have 1,000 tokens.
+    The 750 prompts are shuffled once, and then sent again and again.
+
+    Args:
+        requests: number of requests.
+        rng: random numbers.
+        question: tokens of a question.
+        answer: tokens of an answer.
     """
     blocks = _Blocks()
     prompts = []
     for _ in range(150):
         shared = blocks.take(6000)
-        prompts += [shared + blocks.take(1200) for _ in range(5)]
+        prompts += [shared + blocks.take(question) for _ in range(5)]
     rng.shuffle(prompts)
     arrival_s = 0.0
     for index, prompt in enumerate(islice(cycle(prompts), requests)):
-        yield Request(index, arrival_s, 7200, 1000, prompt, SHAPE_BLOCK_TOKENS)
+        tokens = (6000 + question, answer)
+        yield Request(index, arrival_s, *tokens, prompt, SHAPE_BLOCK_TOKENS)
         arrival_s += rng.expovariate(1.0)
 
 
