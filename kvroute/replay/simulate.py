@@ -246,9 +246,9 @@ class _Simulation:
                     self._routers[number].on_reports(reports, now_s)
                     self._send(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
-        for replica in self._replicas:
-            self._outcome.gaps.update(replica.gaps)
-            self._outcome.preemptions += replica.batch.preemptions
+        for engine in self._replicas:
+            self._outcome.gaps.update(engine.gaps)
+            self._outcome.preemptions += engine.batch.preemptions
         self._outcome.reload_s = [
             0.0 if replica.memory is None else replica.memory.reload_s for replica in self._replicas
         ]

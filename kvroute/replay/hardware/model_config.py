@@ -42,8 +42,8 @@ def _model(config: Mapping[str, Any], whole: Mapping[str, Any]) -> Model:
     layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
     heads = int(config["num_attention_heads"])
     head = int(config.get("head_dim") or hidden // heads)
-    width, kv_width = heads * head, int(config.get("num_key_value_heads") or heads) * head
-    attention = hidden * (2 * width + 2 * kv_width)
+    width, kv_width = heads * head, float(config.get("num_key_value_heads") or heads) * head
+    attention = hidden * 2 * (width + kv_width)
     if rank := config.get("kv_lora_rank"):  # latent attention: one latent vector for each token
         kv_width = (int(rank) + int(config["qk_rope_head_dim"])) / 2
         attention = hidden * (2 * width + int(rank))
