@@ -140,8 +140,8 @@ ENGINES = {
         about="eviction, host memory, disks and blocks from other engines",
         tests=_in(
             "engines",
-            "batch_lane disk_index disk_tier encrypted_pull free_queue hit_rule host_policy"
-            " host_scheduler host_tier preemption pull pull_faults slower_tiers",
+            "batch_lane disk_index disk_tier encrypted_pull engine_model free_queue hit_rule"
+            " host_policy host_scheduler host_tier preemption pull pull_faults slower_tiers",
         ),
     ),
 }
