@@ -219,8 +219,7 @@ class ModelledReplica:
         self.plan = Plan(
             started_s=now_s,
             steps=1 if chunks else batch.steps_alike(),
-            first_s=model.step_s
-            + model.sequence_s * (decodes + len(chunks))
+            first_s=model.base_s(decodes + len(chunks), decodes + sum(chunks.values()))
             + model.context_token_s * batch.context_tokens
             + prefill_s,
             growth_s=model.context_token_s * decodes,

@@ -70,7 +70,13 @@ class PublishedFleet(NamedTuple):
 QWEN3_32B = Model(32.8e9, layers=64, width=8192, kv_width=1024)
 # Half of its layers attend to a window of 128 tokens only.
 GPT_OSS_120B = Model(
-    116.8e9, layers=18, width=4096, kv_width=512, active_parameters=5.7e9, weight_bytes=0.53
+    116.8e9,
+    layers=18,
+    width=4096,
+    kv_width=512,
+    expert_parameters=114.7e9,
+    expert_share=4 / 128,
+    weight_bytes=0.53,
 )
 FLEETS = {
     "vllm-qwen3-32b": PublishedFleet(

@@ -123,7 +123,7 @@ def _request(request: Request, ids: "count[int]") -> Any:
 
 def _step_s(scheduler: Any, computed: dict[str, int], model: EngineModel) -> float:
     """Return the duration of a step, which has been scheduled."""
-    seconds = model.step_s + model.sequence_s * len(computed)
+    seconds = model.base_s(len(computed), sum(computed.values()))
     for name, tokens in computed.items():
         request = scheduler.requests[name]
         start = request.num_computed_tokens - tokens

@@ -22,6 +22,9 @@ class EngineModel:
 
     prefill: PrefillModel = PREFILL
     step_s: float = 5e-3  # fixed time of each step
+    # In a mixture of experts: time to read all experts, and the share of them that a token uses.
+    expert_s: float = 0.0
+    expert_share: float = 1.0
     sequence_s: float = 20e-6  # time that each sequence adds to a step
     context_token_s: float = 27e-9  # time that each context token of a decode adds to a step
     chunk_tokens: int = 8192  # maximum tokens of a step, prefill and decode together
@@ -31,15 +34,27 @@ class EngineModel:
     # request.
     overhead_s: float = 0.0
 
+    def base_s(self, sequences: int, tokens: int) -> float:
+        """Return the time of a step without its prompts and contexts.
+
+        Args:
+            sequences: number of sequences in the step.
+            tokens: number of tokens that the step computes. Each of them uses some of the experts.
+        """
+        experts_s = self.expert_s * (1 - (1 - self.expert_share) ** tokens)
+        return self.step_s + self.sequence_s * sequences + experts_s
+
     def alone_s(self, hit_tokens: int, input_tokens: int, output_tokens: int) -> float:
         """Return the seconds from arrival to the last token if no other request runs."""
         decodes = output_tokens - 1  # the last step of the prefill generates the first token
-        steps = -(-(input_tokens - hit_tokens) // self.chunk_tokens) + decodes
+        new_tokens = input_tokens - hit_tokens
+        chunks = -(-new_tokens // self.chunk_tokens)
         # Sum over all decode steps of the context tokens that the step reads.
         context_tokens = decodes * input_tokens + decodes * output_tokens // 2
         return (
             self.prefill.seconds(hit_tokens, input_tokens)
-            + steps * (self.step_s + self.sequence_s)
+            + chunks * self.base_s(1, min(new_tokens, self.chunk_tokens))
+            + decodes * self.base_s(1, 1)
             + context_tokens * self.context_token_s
             + self.overhead_s
         )
@@ -50,6 +65,7 @@ class EngineModel:
             self,
             prefill=PrefillModel(factor * self.prefill.tokens_per_s, self.prefill.attention_tokens),
             step_s=self.step_s / factor,
+            expert_s=self.expert_s / factor,
             sequence_s=self.sequence_s / factor,
             context_token_s=self.context_token_s / factor,
         )

@@ -49,23 +49,25 @@ def _model(config: Mapping[str, Any], whole: Mapping[str, Any]) -> Model:
         attention = hidden * (2 * width + int(rank))
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
     experts = experts or int(config.get("n_routed_experts") or 0)
-    used, feed_forward = 1, 3 * hidden * int(config["intermediate_size"])
+    feed_forward = 3 * hidden * int(config["intermediate_size"])  # of a dense layer
+    routed, share = 0, 1.0
     if experts:
-        size = config.get("moe_intermediate_size") or config["intermediate_size"]
-        feed_forward = 3 * hidden * int(size)
-        used = int(config.get("num_experts_per_tok") or config["experts_per_token"])
-        shared = int(config.get("n_shared_experts") or 0)
-        used, experts = used + shared, experts + shared
+        size = int(config.get("moe_intermediate_size") or config["intermediate_size"])
+        feed_forward = 3 * hidden * size * int(config.get("n_shared_experts") or 0)
+        routed = 3 * hidden * size * experts
+        used = config.get("num_experts_per_tok") or config["experts_per_token"]
+        share = int(used) / experts
     vocabulary = hidden * int(config["vocab_size"])
     embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
-    parameters = layers * (attention + max(1, experts) * feed_forward) + embeddings
+    parameters = layers * (attention + feed_forward + routed) + embeddings
     quantization = whole.get("quantization_config") or config.get("quantization_config") or {}
     return Model(
         parameters,
         layers=_full_layers(config, layers),
         width=width,
         kv_width=kv_width,
-        active_parameters=layers * (attention + used * feed_forward) + embeddings,
+        expert_parameters=layers * routed,
+        expert_share=share,
         weight_bytes=WEIGHT_BYTES.get(str(quantization.get("quant_method")), float(BYTES)),
     )
 

@@ -47,8 +47,10 @@ class Profile(BaseModel):
     prefill_tokens_per_s: PositiveFloat = ASSUMED.prefill.tokens_per_s  # speed at a prompt's start
     # Position in the prompt at which prefill has half of that speed.
     attention_tokens: PositiveFloat = ASSUMED.prefill.attention_tokens
-    # EngineModel explains the next five fields.
+    # EngineModel explains the next seven fields.
     step_s: PositiveFloat = ASSUMED.step_s
+    expert_s: NonNegativeFloat = ASSUMED.expert_s
+    expert_share: PositiveFloat = ASSUMED.expert_share
     sequence_s: NonNegativeFloat = ASSUMED.sequence_s
     context_token_s: NonNegativeFloat = ASSUMED.context_token_s
     chunk_tokens: PositiveInt = ASSUMED.chunk_tokens
@@ -65,6 +67,8 @@ class Profile(BaseModel):
         return EngineModel(
             PrefillModel(self.prefill_tokens_per_s, self.attention_tokens),
             self.step_s,
+            self.expert_s,
+            self.expert_share,
             self.sequence_s,
             self.context_token_s,
             self.chunk_tokens,
@@ -90,7 +94,8 @@ class Model:
     layers: int  # layers that attend to all tokens
     width: int  # query heads x head size
     kv_width: float  # key-value heads x head size
-    active_parameters: float = 0.0  # those that a token uses, if it does not use all; 0: all
+    expert_parameters: float = 0.0  # those of all experts, of which a token uses some
+    expert_share: float = 1.0  # share of the experts that a token uses
     weight_bytes: float = BYTES  # bytes of a weight
 
 
@@ -112,15 +117,16 @@ def derived(gpu: GpuPeak, model: Model, *, gpus: int = 1) -> Profile:
 
     Prefill of a token takes 2 FLOPs for each parameter that it uses, and 4 x layers x width FLOPs
     for each token before it. Both terms are equal after parameters / (2 x layers x width) tokens. A
-    step reads the weights once, and the keys and values of all context tokens, at the memory's peak
-    speed. Communication between GPUs is assumed to take no time. Each GPU has its own link to host
-    memory.
+    step reads the weights once, except for experts that none of its tokens uses, and the keys and
+    values of all context tokens, at the memory's peak speed. Communication between GPUs is assumed
+    to take no time. Each GPU has its own link to host memory.
 
     Raises:
         ProfileError: The GPUs have no memory left beside the weights.
     """
-    active = model.active_parameters or model.parameters
+    active = model.parameters - (1 - model.expert_share) * model.expert_parameters
     weight_bytes = model.weight_bytes * model.parameters
+    expert_bytes = model.weight_bytes * model.expert_parameters
     kv_bytes = 2 * BYTES * model.layers * model.kv_width  # bytes of one token
     bytes_per_s = gpus * gpu.memory_bytes_per_s
     kv_tokens = int((MEMORY_SHARE * gpus * gpu.memory_bytes - weight_bytes) / kv_bytes)
@@ -133,7 +139,9 @@ def derived(gpu: GpuPeak, model: Model, *, gpus: int = 1) -> Profile:
     return Profile(
         prefill_tokens_per_s=gpus * PEAK_FLOPS_SHARE * gpu.flops / (2 * active),
         attention_tokens=active / (2 * model.layers * model.width),
-        step_s=STEP_OVERHEAD_S + weight_bytes / bytes_per_s,
+        step_s=STEP_OVERHEAD_S + (weight_bytes - expert_bytes) / bytes_per_s,
+        expert_s=expert_bytes / bytes_per_s,
+        expert_share=model.expert_share,
         context_token_s=kv_bytes / bytes_per_s,
         kv_tokens=kv_tokens,
         kv_bytes=int(kv_bytes),
