@@ -248,7 +248,7 @@ class _Simulation:
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         for engine in self._replicas:
             self._outcome.gaps.update(engine.gaps)
-            self._outcome.preemptions += engine.batch.preemptions
+            self._outcome.preemptions += engine.preemptions
         self._outcome.reload_s = [
             0.0 if replica.memory is None else replica.memory.reload_s for replica in self._replicas
         ]

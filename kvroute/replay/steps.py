@@ -1,84 +1,92 @@
 """The requests and the scheduled steps of a modelled engine."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import RetentionHint
 from kvroute.replay.workload.trace import Request
+from kvroute.replica.modelled.modelled_scheduler import ModelledSequence
+from kvroute.replica.modelled.table_pool import SequenceTable, TablePool
 
 
-class WaitingPrompt(NamedTuple):
-    """A waiting request. They are admitted in the order of their first two fields."""
+@dataclass(eq=False)
+class ReplayTable(SequenceTable):
+    """The blocks of a request."""
+
+    tokens: int  # of the prompt, and of the answer when the latest decision about it was made
+    hashes: list[Fingerprint]
+    blocks: list[int] = field(default_factory=list)
+    cached: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.tokens
+
+
+@dataclass(eq=False)
+class ReplayedRequest(ModelledSequence):
+    """A request in a modelled engine."""
 
     due_s: float  # time of arrival, plus the order from the router
     number: int  # number of the arrival
     request: Request
     keep: RetentionHint
-    is_batch: bool = False
-    generated: int = 0  # tokens of the answer that were generated before it was preempted
-    answer: tuple[Fingerprint, ...] = ()  # fingerprints of the full blocks of these tokens
-    preempted_s: float = 0.0  # time of the last of these tokens
-
-    def is_in_lane(self, now_s: float) -> bool:
-        return self.is_batch and self.due_s > now_s
-
-    @property
-    def length(self) -> int:
-        """Return the tokens of the prompt and of the answer so far."""
-        return self.request.input_tokens + self.generated
-
-    @property
-    def blocks(self) -> int:
-        """Return the number of blocks of all of these tokens."""
-        return -(-self.length // self.request.block_tokens)
-
-    @property
-    def hashes(self) -> tuple[Fingerprint, ...]:
-        """Return the fingerprints of the full blocks of all of these tokens."""
-        request = self.request
-        prompt = request.blocks[: request.input_tokens // request.block_tokens]
-        return (*prompt, *self.answer) if self.answer else prompt
-
-    @property
-    def reusable(self) -> tuple[Fingerprint, ...]:
-        """Return the blocks that a cache can provide; the last token is always computed."""
-        return self.hashes[: reusable_blocks(self.length, self.request.block_tokens)]
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request that the engine has admitted."""
-
-    waited: WaitingPrompt  # the request as it waited
-    length: int  # tokens of the prompt and of the answer so far
-    computed: int  # number of leading tokens whose keys and values are cached, including hits
-    blocks: list[int]  # indices of its cache blocks
-    hashes: list[Fingerprint]  # fingerprints of its first full blocks, as far as they are known
-    cached: int  # number of leading blocks that are full and cached
-    is_in_lane: bool = False  # whether it gives way to others
-    # While it decodes, `length` and `computed` are those of the step with the number `since`.
+    table: ReplayTable
+    is_in_batch_class: bool = False
+    computed: int = 0
     since: int = 0
+    is_in_lane: bool = False
+    known: int = 0  # tokens of prompt and answer when it was preempted; 0: it never was
+    preempted_s: float = 0.0  # time of the last of these tokens, if the answer had begun
 
     @property
-    def request(self) -> Request:
-        return self.waited.request
-
-    def preempted(self, now_s: float) -> WaitingPrompt:
-        """Return the request as it waits again. Its length must be up to date."""
-        prompt = self.request.input_tokens
-        answer = tuple(self.hashes[prompt // self.request.block_tokens :])
-        generated = self.length - prompt
-        # A prompt with an answer may be preempted again before the answer has another token.
-        since_s = now_s if generated > self.waited.generated else self.waited.preempted_s
-        return self.waited._replace(generated=generated, answer=answer, preempted_s=since_s)
+    def order(self) -> tuple[float, int, int]:
+        return self.due_s, self.number, 0
 
     @property
-    def missing(self) -> int:
-        """Return the number of tokens to compute before the answer gets its next token."""
-        return self.length - self.computed
+    def is_batch(self) -> bool:
+        return self.is_in_batch_class
+
+    def stopped(self, steps: int) -> None:
+        self.table.tokens += steps
+
+
+class ReplayPool(TablePool):
+    """The KV cache of a modelled engine, and its changes since the caller has taken them.
+
+    Blocks of answers have the fingerprints -1, -2 and so on, which no prompt has. Routers do not
+    learn of them.
+    """
+
+    def __init__(self, capacity_blocks: int, block_size: int) -> None:
+        super().__init__(capacity_blocks, block_size)
+        self._added: dict[Fingerprint, None] = {}  # an ordered set
+        self._removed: list[Fingerprint] = []
+        self._answers = 0  # number of fingerprints of answers
+
+    def evicted(self, hash_: Fingerprint) -> None:
+        if hash_ < 0 or hash_ in self.cache:
+            return
+        if hash_ in self._added:
+            del self._added[hash_]
+        else:
+            self._removed.append(hash_)
+
+    def stored(self, hashes: Sequence[Fingerprint]) -> None:
+        self._added |= {hash_: None for hash_ in hashes if hash_ > 0 and hash_ not in self.cache}
+
+    def complete(self, table: SequenceTable, full_blocks: int) -> None:
+        for _ in range(len(table.hashes), full_blocks):
+            self._answers += 1
+            table.hashes.append(Fingerprint(-self._answers))
+
+    def take_changes(self) -> tuple[list[Fingerprint], list[Fingerprint]]:
+        """Return the blocks that were added and removed since the last call."""
+        added, removed = [*self._added], self._removed
+        self._added, self._removed = {}, []
+        return added, removed
 
 
 @dataclass(slots=True)
@@ -104,7 +112,7 @@ class Plan:
     steps: int
     first_s: float  # duration of the first step
     growth_s: float  # how much longer each step is than the step before
-    chunks: Mapping[Running, int]  # request -> its tokens that a step computes
+    chunks: Mapping[ReplayedRequest, int]  # request -> its tokens that a step computes
 
     @property
     def ends_s(self) -> float:

@@ -14,8 +14,8 @@ from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
-from kvroute.replica.sim_engine.host_cache import HostCache
-from kvroute.replica.sim_engine.modelled_copies import Copies
+from kvroute.replica.modelled.host_cache import HostCache
+from kvroute.replica.modelled.modelled_copies import Copies
 
 T = TypeVar("T")  # type of the engine's sequences
 

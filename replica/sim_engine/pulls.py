@@ -33,10 +33,8 @@ class PullingPool(BlockPool):
     def missing(self, request: GenerateRequest, tokens: int) -> list[Fingerprint]:
         """Return the blocks of a prompt's first `tokens` tokens that neither memory has."""
         table = self.table(request.token_ids, request.scope)
-        hashes = self._reusable(table)[: tokens // self.block_size]
-        return [
-            hash_ for hash_ in hashes if hash_ not in self._cache and not self.is_in_host(hash_)
-        ]
+        hashes = self.reusable(table)[: tokens // self.block_size]
+        return [hash_ for hash_ in hashes if hash_ not in self.cache and not self.is_in_host(hash_)]
 
     def is_in_host(self, hash_: Fingerprint) -> bool:
         """Return whether host memory has a block. Other threads may call this."""

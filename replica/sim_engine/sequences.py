@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import RetentionHint
+from kvroute.replica.modelled.modelled_scheduler import ModelledSequence
 from kvroute.replica.sim_engine.blocks import Table
 from kvroute.replica.sim_engine.choice_output import ChoiceOutput
 from kvroute.replica.sim_engine.config import SimulatedConfig
@@ -50,8 +51,8 @@ class Job:
     )  # None: the end
 
 
-@dataclass(slots=True, eq=False)
-class RunningChoice:
+@dataclass(eq=False)
+class RunningChoice(ModelledSequence):
     """A sequence that a job generates. It is waiting or in the batch."""
 
     job: Job
@@ -59,18 +60,19 @@ class RunningChoice:
     table: Table
     generator: TokenGenerator
     text: StopText
-    computed: int = 0  # number of leading tokens whose KV is computed
+    computed: int = 0
+    since: int = 0
+    is_in_lane: bool = False
     generated: int = 0  # number of generated tokens
     unsent: list[ChoiceOutput] = field(default_factory=list)  # outputs since the last chunk
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Return the sort key: admission in ascending order, preemption in descending order."""
         return (*self.job.order, self.index)
 
-    def is_in_lane(self, now_s: float) -> bool:
-        """Return whether this is a batch request that still has to give way to others."""
-        return self.job.request.is_batch and self.job.order[0] > now_s
+    @property
+    def is_batch(self) -> bool:
+        return self.job.request.is_batch
 
     @property
     def lora(self) -> str:
@@ -79,12 +81,3 @@ class RunningChoice:
     @property
     def hint(self) -> RetentionHint:
         return self.job.request.keep or RetentionHint()
-
-    @property
-    def missing(self) -> int:
-        """Return the number of tokens to compute before the next token can be drawn."""
-        return len(self.table.token_ids) - self.computed
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.generated > 0 and self.missing == 1

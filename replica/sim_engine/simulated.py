@@ -34,7 +34,7 @@ from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocab
 from kvroute.replica.sim_engine.pulls import SPEED, PullingPool, SimulatedPulls, reporting
 from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice, max_tokens_of
-from kvroute.replica.sim_engine.sim_scheduler import Batch, SimulatedScheduler
+from kvroute.replica.sim_engine.sim_scheduler import SimulatedScheduler
 from kvroute.replica.sim_engine.step_pace import StepPace
 from kvroute.wire.tls import OFF, WireTls
 
@@ -220,7 +220,7 @@ class SimulatedEngine(Engine):
 
     def load(self) -> Load:
         return Load(
-            len(self._scheduler.running),
+            self._scheduler.admitted - len(self._scheduler.reloads),
             len(self._scheduler.waiting) + len(self._scheduler.reloads),
             self._pool.used_blocks,
             tuple(self._adapters.names),
@@ -261,7 +261,7 @@ class SimulatedEngine(Engine):
     async def reset_prefix_cache(self) -> bool:
         if self._pulls is not None:
             self._pulls.abort()
-        if self._scheduler.running or self._scheduler.reloads:
+        if self._scheduler.admitted:
             return False
         for name in {*self.pins, *self.host_pins}:
             await self.unpin(name)
@@ -334,14 +334,16 @@ class SimulatedEngine(Engine):
                 self._pace.restart()
             now_s = asyncio.get_running_loop().time()
             self._scheduler.end_reloads(now_s)
-            batch = self._scheduler.schedule(now_s)
-            if batch or not self._scheduler.reloads:
-                loading_s = self._adapters.loading_s(choice.lora for choice in batch)
-                await self._pace.spend(loading_s + self._step_s(batch))
+            prompts = self._scheduler.schedule(now_s)
+            decoding = [*self._scheduler.decoding]
+            if prompts or decoding or not self._scheduler.reloads:
+                loading_s = self._adapters.loading_s(each.lora for each in (*prompts, *decoding))
+                await self._pace.spend(loading_s + self._step_s(prompts, len(decoding)))
             else:
                 await self._wait_for_reload()
             self._publish()
-            self._deliver(batch)
+            self._scheduler.advance()
+            self._deliver(prompts, decoding)
             if self.config.host is not None:
                 self._publish()  # again, because _deliver has copied blocks to host memory
 
@@ -354,14 +356,11 @@ class SimulatedEngine(Engine):
                 await self._has_work.wait()
         self._pace.restart()
 
-    def _step_s(self, batch: Batch) -> float:
-        prefill_s = 0.0
-        decoding = 0
-        for choice, tokens in batch.items():
-            if choice.is_decoding:
-                decoding += 1
-            else:
-                prefill_s += self._prefill.seconds(choice.computed, choice.computed + tokens)
+    def _step_s(self, prompts: Mapping[RunningChoice, int], decoding: int) -> float:
+        prefill_s = sum(
+            self._prefill.seconds(choice.computed, choice.computed + tokens)
+            for choice, tokens in prompts.items()
+        )
         return prefill_s + self.config.decode_step_s + self.config.decode_per_seq_s * decoding
 
     def _publish(self) -> None:
@@ -371,13 +370,19 @@ class SimulatedEngine(Engine):
         if self._events:
             self._has_events.set()
 
-    def _deliver(self, batch: Batch) -> None:
-        for choice, tokens in batch.items():
+    def _deliver(
+        self, prompts: Mapping[RunningChoice, int], decoding: Sequence[RunningChoice]
+    ) -> None:
+        for choice, tokens in prompts.items():
             if not choice.job.unfinished:
                 continue  # aborted while the step ran
             choice.computed += tokens
             self._pool.write_through(choice.table, choice.computed)
             if not choice.missing:
+                self._generate_token(choice)
+        for choice in decoding:
+            if choice.job.unfinished:
+                self._pool.write_through(choice.table, self._scheduler.computed(choice))
                 self._generate_token(choice)
 
     def _generate_token(self, choice: RunningChoice) -> None:
@@ -385,6 +390,8 @@ class SimulatedEngine(Engine):
         job = choice.job
         token_id = choice.generator.next_token()
         choice.table.token_ids.append(token_id)
+        if choice in self._scheduler.prefilling:
+            self._scheduler.decode(choice)
         output = self._output(choice, token_id)
         choice.unsent.append(output)
         is_due = len(choice.unsent) == self.config.stream_interval

@@ -53,7 +53,7 @@ def modelled(requests: Sequence[Request], model: EngineModel, blocks: int) -> Se
         served.first_token_s |= {done.index: now_s for done in result.first_tokens}
         served.finished_s |= {done.index: now_s for done in result.finished}
     served.hit_tokens = replica.hit_tokens
-    served.preemptions = replica.batch.preemptions
+    served.preemptions = replica.preemptions
     return served
 
 

@@ -105,7 +105,7 @@ class AnyUse(RuleBasedStateMachine):
     @invariant()
     def a_block_is_free_or_held_and_never_both(self) -> None:
         in_use = {block for table in self.tables for block in table.blocks}
-        assert sorted([*in_use, *self.pool._cache.free]) == list(range(self.pool.capacity_blocks))
+        assert sorted([*in_use, *self.pool.cache.free]) == list(range(self.pool.capacity_blocks))
 
 
 AnyUse.TestCase.settings = settings(stateful_step_count=30)

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.replica.sim_engine.modelled_copies import Copies
+from kvroute.replica.modelled.modelled_copies import Copies
 
 
 def test_a_copy_begins_when_the_one_before_has_ended() -> None:

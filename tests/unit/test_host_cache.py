@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Order, RetentionHint
-from kvroute.replica.sim_engine.host_cache import HostCache
+from kvroute.replica.modelled.host_cache import HostCache
 
 CAPACITY = 6
 

@@ -25,6 +25,7 @@ ORDER = (
     "kvroute.batch",
     "kvroute.replica.engine",
     "kvroute.replica.fabric",
+    "kvroute.replica.modelled",
     "kvroute.replica.sim_engine",
     "kvroute.replica.vllm_engine.compat",
     "kvroute.replica.vllm_engine.hooks",

@@ -57,7 +57,7 @@ def test_a_preempted_batch_request_gets_each_token_once() -> None:
         finished += [done.index for done in result.finished]
     assert (first, finished) == ([1], [1, 0])
     assert len(replica.cache.free) == 100
-    assert replica.batch.context_tokens == 0
+    assert replica.context_tokens == 0
 
 
 def test_batch_requests_wait_in_the_router_and_all_are_answered() -> None:

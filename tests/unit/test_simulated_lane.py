@@ -41,11 +41,16 @@ class Engine:
 
     def step(self, now_s: float = NOW_S) -> dict[str, int]:
         batch = self.scheduler.schedule(now_s)
+        decoding = dict.fromkeys(self.scheduler.decoding, 1)
+        self.scheduler.advance()
         for choice, tokens in batch.items():
             choice.computed += tokens
-            if not choice.missing:
-                choice.table.token_ids.append(1)
-                choice.generated += 1
+        for choice in [*decoding, *(choice for choice in batch if not choice.missing)]:
+            choice.table.token_ids.append(1)
+            choice.generated += 1
+            if choice not in decoding:
+                self.scheduler.decode(choice)
+        batch |= decoding
         return {choice.job.request.request_id: tokens for choice, tokens in batch.items()}
 
 

@@ -187,7 +187,7 @@ async def test_a_prefix_pinned_in_host_memory_is_reloaded_on_request(
         await until_record_has(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
         assert (replica.engine.pins, replica.engine.host_pins) == ({}, {"x@1": 10})
         table = replica.engine._pool.table(prefix.token_ids, Scope())
-        while any(hash_ in replica.engine._pool._cache for hash_ in table.hashes):
+        while any(hash_ in replica.engine._pool.cache for hash_ in table.hashes):
             await replica.ask([*range(next(FLOOD), next(FLOOD))])
         assert await replica.cached_blocks(prefix) == 10
         assert replica.engine.host_pins == {"x@1": 10}
