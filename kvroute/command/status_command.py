@@ -88,6 +88,9 @@ def _recent(recent: Facts) -> Iterator[tuple[str, str]]:
     if recent["ttft_p50_s"] is not None:
         p50, p90 = seconds(recent["ttft_p50_s"]), seconds(recent["ttft_p90_s"])
         yield "first token", f"after {p50} (p50), {p90} (p90)"
+    if recent.get("tpot_p50_s") is not None:  # routers of older versions do not have it
+        p50, p90 = seconds(recent["tpot_p50_s"]), seconds(recent["tpot_p90_s"])
+        yield "next tokens", f"every {p50} (p50), {p90} (p90), in the mean of an answer"
 
 
 def queued(queue: Facts) -> str:

@@ -112,9 +112,8 @@ class Waits(RequestObserver):
         if attempt.outcome != "ok" or attempt.first_token_s is None or attempt.last_chunk_s is None:
             return
         self._answer.observe(attempt.last_chunk_s - attempt.context.ready_s)
-        later_tokens = attempt.output_tokens - attempt.first_tokens
-        if attempt.context.choices == 1 and later_tokens:
-            self._token.observe((attempt.last_chunk_s - attempt.first_token_s) / later_tokens)
+        if (gap_s := attempt.token_gap_s) is not None:
+            self._token.observe(gap_s)
 
 
 class RequestCounts(RequestObserver):

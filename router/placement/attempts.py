@@ -210,6 +210,18 @@ class Attempt:
     def replica_id(self) -> str:
         return self.dispatch.replica_id
 
+    @property
+    def token_gap_s(self) -> float | None:
+        """Return the mean time between two tokens of a complete answer, in seconds.
+
+        It is None for other answers, for those of one chunk, and for those of several choices.
+        """
+        later_tokens = self.output_tokens - self.first_tokens
+        is_counted = self.outcome == "ok" and self.context.choices == 1 and later_tokens > 0
+        if not is_counted or self.first_token_s is None or self.last_chunk_s is None:
+            return None
+        return (self.last_chunk_s - self.first_token_s) / later_tokens
+
     def receive(self, chunk: Chunk, now_s: float) -> None:
         """Record a chunk from the replica."""
         self.output_tokens += len(chunk.token_ids)

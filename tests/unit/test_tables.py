@@ -63,6 +63,8 @@ def cluster(name: str) -> dict[str, Any]:
         "cached_tokens": 6000,
         "ttft_p50_s": 0.0123,
         "ttft_p90_s": 1.25,
+        "tpot_p50_s": 0.0312,
+        "tpot_p90_s": 0.08,
     }
     return {
         "version": "0.1.0",
@@ -78,7 +80,8 @@ def test_status(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(status_command, "call", lambda *_: cluster(name))
     text = shown("status", "--url", "http://x")
     assert is_whole(text, name, "1,234,567", "2001:db8:85a3:8d3:1319:8a2e:370:7348", "DEGRADED")
-    for part in ("75.0% of 8,000", "4.00/s", "12.3 ms (p50)", "1.2 s (p90)", "kvroute 0.1.0"):
+    times = ("12.3 ms (p50)", "1.2 s (p90)", "31.2 ms (p50)", "80 ms (p90)")
+    for part in ("75.0% of 8,000", "4.00/s", *times, "kvroute 0.1.0"):
         assert part in text
     assert not {"pid", "incarnation"} & {*text.split()}
 
