@@ -23,14 +23,11 @@ from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.background.service import BackgroundResponses, background_responses
 from kvroute.router.endpoints import (
     cluster_routes,
-    conversation_routes,
     docs_routes,
     missing_routes,
     openai_routes,
-    response_routes,
     session_routes,
     ui_routes,
 )
@@ -53,8 +50,7 @@ log = logging.getLogger("kvroute.ingress")
 LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with HTTP routes of the core
-    *(openai_routes, response_routes, conversation_routes, session_routes),
-    *(cluster_routes, docs_routes, ui_routes),
+    *(openai_routes, session_routes, cluster_routes, docs_routes, ui_routes),
 )
 
 
@@ -97,8 +93,6 @@ class Router:
         self._models = Models(id_, self._all)
         base = self._models.first.base
         self._services = await asyncio.to_thread(_services, base, self._keys)
-        unreadable = self._models.first.unreadable
-        self._background = background_responses(id_, settings[0], self._keys, unreadable)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
@@ -106,8 +100,6 @@ class Router:
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
         readings = self._models.first.telemetry.readings
-        if self._background:
-            self._background.start(readings)
         self._services.start(readings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -118,7 +110,6 @@ class Router:
             self._keys,
             self._limits,
             answers=self._answers,
-            background=self._background,
             services=self._services,
         )
 
@@ -128,7 +119,7 @@ class Router:
         `kvroute serve` calls this through Serve when it shuts down.
         """
         running = self._answers.stop()
-        await self._stop_own_requests()
+        await self._services.stop()
         return running
 
     async def end_answers(self) -> None:
@@ -139,8 +130,6 @@ class Router:
         """Raise the error of a background task that has ended. Serve then replaces the router."""
         for model in self._all:
             model.lifecycle.check()
-        if self._background:
-            self._background.check()
         self._services.check()
         if self._watching and self._watching.done():
             self._watching.result()
@@ -150,19 +139,12 @@ class Router:
         self._ending.cancel()
         if self._watching:
             self._watching.cancel()
-        await self._stop_own_requests()
+        await self._services.stop()
         self._services.close()
         await asyncio.gather(
             self._bodies.close(), *(model.lifecycle.close() for model in self._all)
         )
         await asyncio.to_thread(request_spans.close)
-
-    async def _stop_own_requests(self) -> None:
-        """Let other routers go on with what the services of this one do."""
-        await asyncio.gather(
-            *(service.stop() for service in (self._background,) if service),
-            self._services.stop(),
-        )
 
     async def _end_before_serve(self, drain_s: float) -> None:
         """While Serve drains the router: end its work before Serve ends the router.
@@ -171,7 +153,7 @@ class Router:
             drain_s: seconds that Serve waits before it ends the router.
         """
         await draining()
-        await self._stop_own_requests()
+        await self._services.stop()
         await asyncio.sleep(max(0.0, drain_s - LAST_ERRORS_S))
         self._answers.end()
 
@@ -205,7 +187,6 @@ def application(
     limits: Limits | None = None,
     *,
     answers: RunningAnswers | None = None,
-    background: BackgroundResponses | None = None,
     services: RouterServices | None = None,
 ) -> FastAPI:
     """Return an application with all routes for these models.
@@ -216,7 +197,6 @@ def application(
         keys: the API keys; None: every client may send requests.
         limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
-        background: the background responses; None: the cluster does not store responses.
         services: the services of features.
     """
     answers = answers or RunningAnswers()
@@ -226,11 +206,8 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
-    http.state.background = background
     http.state.services = services = services or RouterServices()
     services.attach(http)
-    if background is not None:
-        background.application = http
     # Requests that are refused before their model is known count for the first model.
     refused = models.first.telemetry.refused
     http.add_middleware(request_spans.Requests)

@@ -16,12 +16,12 @@ Kind = Literal[
     "blocks",
     "audit",
     "cluster",
-    "response",
-    "conversation",
     "account",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FeatureKind = NewType("FeatureKind", str)  # a kind of one feature (Feature.unreadable)
+# What operators can do if another program may have written what is unreadable.
+FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
 REASON_CHARS = 300  # longest reason or name that is kept, since other processes choose them
 
 # The errors that decoding arbitrary bytes may raise.

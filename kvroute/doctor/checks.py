@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvroute.contract.ranks import replicas_of
+from kvroute.contract.unreadable import FOREIGN
 from kvroute.features import UNREADABLE
 from kvroute.local.ports import is_local
 from kvroute.process import vllm_build
@@ -37,7 +38,6 @@ RESTARTED_REDIS = (
     "kvroute serve, which has started this Redis, starts it again: run the doctor again in some "
     "seconds; if Redis stays away, see the output of kvroute serve for the reason"
 )
-FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
 UNREADABLE_REMEDIES: dict[str, str] = {  # kind of an unreadable item in Redis -> remedy
     "replica": f"restart the replica with the router's version; if it is not yours: {FOREIGN}",
     "router": f"restart that router with this one's version; if it is not yours: {FOREIGN}",
@@ -47,8 +47,6 @@ UNREADABLE_REMEDIES: dict[str, str] = {  # kind of an unreadable item in Redis -
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
     "account": f"the usage that it counted is lost; {FOREIGN}",
-    "conversation": f"it is lost; do all routers have the same version? {FOREIGN}",
-    "response": f"its conversation is lost; do all routers have the same version? {FOREIGN}",
     **UNREADABLE,
 }
 # Sources of the block counts that an audit compares -> their names in findings.

@@ -1,7 +1,9 @@
 """The features of kvroute. Without its folder and its line in FEATURES, a feature is gone."""
 
+from collections.abc import Sequence
+
 from kvroute.contract.error_codes import CODES, Code, FeatureCode
-from kvroute.features import adapters, audio, batches, prefixes, seats
+from kvroute.features import adapters, audio, batches, prefixes, responses, seats
 from kvroute.features.feature import Feature, Paths, RefusalText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
@@ -10,6 +12,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     adapters.AddedLater(),
     batches.Batching(),
     audio.Audio(),
+    responses.StoredResponses(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
@@ -25,4 +28,8 @@ ALL_CODES: tuple[Code | FeatureCode, ...] = (  # all codes of errors, of the cor
     *CODES,
     *(code for feature in FEATURES for code in feature.codes),
 )
+# Path of a route -> fields of its bodies with which a request must not run twice.
+ONCE: dict[str, Sequence[str]] = {
+    path: fields for feature in FEATURES for path, fields in feature.once.items()
+}
 PATHS = Paths.joined(feature.paths for feature in FEATURES)  # all routes of features

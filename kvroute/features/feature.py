@@ -80,6 +80,9 @@ class Feature:
     misses: ClassVar[Mapping[str, str]] = {}
     headers: Sequence[str] = ()  # request headers that Call.headers keeps for it
     fields: Sequence[str] = ()  # fields of request bodies that the core ignores
+    # Path of a route -> fields of its bodies with which a request must not run twice, for example
+    # since its effects stay. The core may refuse such a field where no feature has it.
+    once: ClassVar[Mapping[str, Sequence[str]]] = {}
     # Whether GET /v1/cluster and the doctor get a list of its states, by model. If not, the doctor
     # gets the facts of its service.
     has_state = False

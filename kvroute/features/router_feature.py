@@ -4,9 +4,11 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from kvroute.features.expanded import Expanded
 from kvroute.features.placing_feature import PlacingFeature
 
 if TYPE_CHECKING:
+    from fastapi import Request, Response
     from prometheus_client import CollectorRegistry
 
     from kvroute.contract.generation import TokenIds
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 
 class RouterFeature(PlacingFeature):
     """One feature of one model in one router. It may import the core, and no other feature."""
+
+    # Paths of the routes that it extends: `answer` and `expand` get their calls. No other feature
+    # extends the same routes.
+    extends: Sequence[str] = ()
 
     # Its life, in this order.
 
@@ -53,6 +59,22 @@ class RouterFeature(PlacingFeature):
         That call can have data for this feature in the replicas (`features`).
         """
         return nullcontext(call)
+
+    async def answer(self, call: "Call", request: "Request") -> "Response | None":
+        """Return the response to a call that it answers itself; None: replicas answer it.
+
+        Raises:
+            ApiError: the call cannot be answered.
+        """
+        return None
+
+    async def expand(self, call: "Call") -> Expanded:
+        """Return a call with what the cluster has stored for it.
+
+        Raises:
+            ApiError: what the call names is not stored, or makes the prompt too long.
+        """
+        return Expanded(call)
 
     async def opening(self, call: "Call") -> "Opening | None":
         """Return the beginning that it adds to the prompts of a call; None: it adds none.

@@ -1,7 +1,7 @@
 """What a feature does once in a router, for all of its models. Each method has an empty default."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvroute.features.own_methods import own_methods
@@ -16,6 +16,7 @@ class RouterService:
     """What one feature has once in a router. It may import the core, and no other feature."""
 
     name = ""  # the name of its folder, which is the key of its facts and of its live state
+    running: "Sequence[asyncio.Task[None]]" = ()  # its tasks, none of which ends by itself
 
     # Its life, in this order.
 
@@ -30,6 +31,9 @@ class RouterService:
 
     def check(self) -> None:
         """Raise the error of a task that has ended. Ray Serve then replaces the router."""
+        for task in self.running:
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def stop(self) -> None:
         """End what other routers can go on with. This can be called more than once."""

@@ -21,7 +21,7 @@ class Caller:
     tenant: str
     roles: frozenset[str]
     salt: str  # cache salt of the tenant's prompts; replicas and Redis know this salt
-    secret: str = ""  # salt of the tenant's stored responses; only routers know this salt
+    secret: str = ""  # salt of what the tenant stores in Redis; only routers know this salt
     priority: Priority = "default"  # most urgent priority class of its requests
 
     def salted(self, cache_salt: str) -> str:
@@ -43,11 +43,6 @@ def salted(caller: Caller | None, cache_salt: str) -> str:
     Without API keys, this is the request's `cache_salt`.
     """
     return cache_salt if caller is None else caller.salted(cache_salt)
-
-
-def owner(caller: Caller | None, cache_salt: str) -> str:
-    """Return the salt that separates stored responses: a request can only use those of its salt."""
-    return cache_salt if caller is None else f"{caller.secret}.{cache_salt}"
 
 
 class Keyring:

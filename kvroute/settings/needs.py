@@ -80,11 +80,6 @@ NEEDS = (
         "adapters: add --lora NAME=FOLDER or --lora-root FOLDER",
     ),
     Need(
-        ("response_ttl_s",),
-        lambda options: options.response_store_mb > 0,
-        "a store of responses: add --response-store-mb, such as --response-store-mb 256",
-    ),
-    Need(
         ("metrics_port_range", "metrics_token_file"),
         lambda options: options.metrics,
         "metrics: leave out --no-metrics",

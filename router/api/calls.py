@@ -14,7 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.contract.generation import TokenIds
-from kvroute.keys.keyring import Caller, owner, salted
+from kvroute.features import ONCE
+from kvroute.keys.keyring import Caller, salted
 from kvroute.router.api.call_limits import (
     MAX_CHOICES,
     MAX_N,
@@ -25,7 +26,6 @@ from kvroute.router.api.call_limits import (
     check_name,
     check_template_kwargs,
     check_values,
-    values_in,
 )
 from kvroute.router.api.errors import invalid, shown, unsupported
 from kvroute.router.api.media_options import check_media_options
@@ -65,10 +65,9 @@ MEDIA = (
 PROMPT_FIELDS = ("prompt", "prompt_embeds")  # fields of a completion that have its prompts
 # Fields with which the response includes the prompt's text.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
-# Fields that are refused. With them, a client could replace the prompt after routing, or use the
-# GPU after its request has ended.
-REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
-BACKGROUND = "background"  # the field with which a response runs although its client has left
+# Fields that are refused, unless a feature has them. With them, a client could replace the prompt
+# after routing, or use the GPU after its request has ended.
+REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "background")
 # Fields of a body, and types of a message's parts, that /v1/messages has and chats do not have.
 MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
 MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
@@ -80,7 +79,6 @@ class Call(Struct, frozen=True):
     path: str
     raw: bytes  # the body as the client sent it; empty if it is a form
     body: Mapping[str, Any]  # the parsed body; for a form, the fields that a router uses
-    input_values: int = 0  # number of JSON values in the field `input`, if it is a list
     caller: Caller | None = None  # owner of the API key; None if the cluster has no API keys
     is_stored: bool = False  # the response will be stored
     headers: Mapping[str, str] = {}  # the headers that features read (Feature.headers)
@@ -101,11 +99,6 @@ class Call(Struct, frozen=True):
         It combines the tenant's salt and the body's.
         """
         return salted(self.caller, self.body.get("cache_salt") or "")
-
-    @property
-    def owner(self) -> str:
-        """Return the salt of the stored responses that this call may read."""
-        return owner(self.caller, self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
         """Return the generating call that would have this call's prompt.
@@ -199,8 +192,8 @@ def parse_call(path: str, raw: bytes) -> Call:
     raw = raw.removeprefix(BOM)
     body = json_object(raw)
     read_as_vllm_does(body)
-    for name in (*REFUSED_FIELDS, *((BACKGROUND,) if path != RESPONSES else ())):
-        if body.get(name):
+    for name in REFUSED_FIELDS:
+        if body.get(name) and name not in ONCE.get(path, ()):
             raise unsupported(
                 name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"
             )
@@ -223,7 +216,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     check_values(body)
     check_grammars(body)
     _check_images(raw, body)
-    call = Call(path, raw, body, _input_values(body.get("input")))
+    call = Call(path, raw, body)
     choices = call.n * (max(1, call.prompt_count) if path == COMPLETIONS else 1)
     if choices > MAX_CHOICES:
         message = f"the prompts and n make {choices} choices; the limit is {MAX_CHOICES}"
@@ -332,7 +325,3 @@ def _listed(given: Any) -> Sequence[Any]:
 def _has_one_type(prompts: Sequence[Any]) -> bool:
     types = {type(prompt) for prompt in prompts}
     return types <= {str} or types <= {np.ndarray}
-
-
-def _input_values(given: object) -> int:
-    return values_in(given) if isinstance(given, list) else 0

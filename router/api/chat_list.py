@@ -6,8 +6,8 @@ from msgspec.json import decode, encode
 from kvroute.router.api.call_limits import MAX_CHOICES, MAX_COPIED
 from kvroute.router.api.calls import CHAT_COMPLETIONS, Call, parse_call
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.json_members import members
 from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
-from kvroute.router.api.response_object import members
 
 CHAT_BATCH = f"{CHAT_COMPLETIONS}/batch"
 # Fields that vLLM supports in single chats, but not in batches.

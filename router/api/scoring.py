@@ -20,8 +20,8 @@ from kvroute.router.api.call_limits import MAX_CHOICES, check_copies
 from kvroute.router.api.calls import COMPLETIONS, Call, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import one_by_one
+from kvroute.router.api.json_members import Members, members
 from kvroute.router.api.parsing import BOM, json_object, parse
-from kvroute.router.api.response_object import Members, members
 from kvroute.router.placement.receipts import RECEIPTS
 
 SCORING = "/generative_scoring"

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.errors import DONE, EVENTS, JSON, ApiError, event
 from kvroute.router.api.fair_lock import cancel_all, one_by_one
-from kvroute.router.api.response_object import Members, members
+from kvroute.router.api.json_members import Members, members
 from kvroute.router.dispatch.generation import Generation, StartPrompt
 from kvroute.router.dispatch.relay import Answer, Ending, placement_headers
 from kvroute.router.dispatch.replica_errors import error_event, replica_error

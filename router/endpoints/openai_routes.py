@@ -16,7 +16,6 @@ from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
-    BACKGROUND,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     INVOCATIONS,
@@ -30,13 +29,11 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.chat_list import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import JSON, ApiError
+from kvroute.router.api.json_members import members
 from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
-from kvroute.router.api.response_object import members
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
-from kvroute.router.background.own_request import IS_BACKGROUND
-from kvroute.router.background.responding import begin
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.endpoints.limited import (
@@ -234,11 +231,9 @@ async def answer(
     request.state.model = model = await models.find(call.model, limits_of(request), tenant)
     variant = model.variant(call.model, tenant) or ""
     call = model.entered(replace(call, variant=variant), request.state.kept)
-    if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
-        try:
-            return await begin(call, model, request)
-        except RefusedCallError as error:
-            return complete_response(error.refusal, path=call.path)
+    side = model.extending.get(call.path)
+    if side and (answered := await side.answer(call, request)):
+        return answered
     max_wait_s = model.settings.max_wait_s
     urgency = urgency_of(request.headers, call.body, call.caller, max_wait_s=max_wait_s)
     context = RequestContext(

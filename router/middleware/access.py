@@ -32,7 +32,7 @@ OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
-    *("/v1/route", "/v1/conversations", "/v1/sessions"),
+    *("/v1/route", "/v1/sessions"),
     *PATHS.use,
 )
 # The role observe is needed.

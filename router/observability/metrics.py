@@ -39,7 +39,6 @@ from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import EVICTION_REASONS
-from kvroute.store.conversations.responses import Responses
 
 # Upper bounds of histogram buckets, in seconds.
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -351,26 +350,6 @@ class RouterMetrics(RequestObservers):
             "kvroute_lost_connections",
             "Connections to replicas that ended for any reason.",
             lambda: links.losses,
-        )
-
-    def export_responses(self, responses: Responses) -> None:
-        """Export figures of the stored responses."""
-        self._readings.labelled_counter(
-            "outcome",
-            "kvroute_stored_responses",
-            "Responses to store, by outcome: stored, too_large, known (a response has this id "
-            "already), failed (Redis is away, slow or full).",
-            lambda: responses.counts,
-        )
-        self._readings.counter(
-            "kvroute_evicted_responses",
-            "Stored responses that this router evicted to store new ones.",
-            lambda: responses.values.evicted,
-        )
-        self._readings.gauge(
-            "kvroute_stored_response_bytes",
-            "Bytes of all stored responses in Redis when this router last stored one.",
-            lambda: responses.values.bytes,
         )
 
     def export_log(self, log: RequestLog) -> None:

@@ -34,7 +34,6 @@ from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
 from kvroute.settings.router import RouterSettings
-from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
 
 
@@ -102,7 +101,6 @@ class Telemetry:
         links: Links,
         hand_over: HandOver,
         blamed: PoisonList,
-        responses: Responses | None,
         queue: Queue[Any],
         features: Iterable[RouterFeature],
     ) -> None:
@@ -118,8 +116,6 @@ class Telemetry:
         self._metrics.export_queue(queue)
         for feature in features:
             feature.metrics(self._registry, self._metrics.readings)
-        if responses is not None:
-            self._metrics.export_responses(responses)
         if self._log:
             self._metrics.export_log(self._log)
         if self._accounts:

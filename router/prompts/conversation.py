@@ -13,13 +13,13 @@ def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
     Some APIs have the system message in a separate field, such as `system` or `instructions`.
 
     Returns:
-        None if the body is not a chat, or continues a stored response.
+        None if the body is not a chat.
     """
     if path == CHAT_COMPLETIONS:
         messages, instructions = body.get("messages"), None
     elif path == MESSAGES:
         messages, instructions = body.get("messages"), body.get("system")
-    elif path == RESPONSES and body.get("previous_response_id") is None:
+    elif path == RESPONSES:
         messages, instructions = body.get("input"), body.get("instructions")
     else:
         return None

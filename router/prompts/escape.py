@@ -16,7 +16,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.call_limits import MAX_VALUES
 from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import invalid, shown
-from kvroute.router.api.response_object import members
+from kvroute.router.api.json_members import members
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
 # Fields of a chat's body whose text can be in the prompt.

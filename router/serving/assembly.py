@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ray.serve.handle import DeploymentHandle
@@ -9,6 +10,7 @@ from ray.serve.handle import DeploymentHandle
 from kvroute.contract.adapters import digests
 from kvroute.contract.identity import identify
 from kvroute.features import FEATURES
+from kvroute.features.expanded import Expanded
 from kvroute.features.opening import Opening
 from kvroute.features.own_methods import own_methods
 from kvroute.features.placing_feature import PlacingFeatures
@@ -22,8 +24,6 @@ from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.connections.replica_states import StatesReader
-from kvroute.router.conversations.continuing import Conversations
-from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
@@ -48,8 +48,6 @@ from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.clusters import Clusters
-from kvroute.store.conversations.objects import ConversationStore
-from kvroute.store.conversations.responses import Responses
 
 # Limit of prompt and response together in tokens, until a replica has reported its limit.
 UNKNOWN_CONTEXT = 2**31
@@ -89,22 +87,14 @@ class Parts:
         self._openings: list[Callable[[Call], Awaitable[Opening | None]]] = own_methods(
             self.features, RouterFeature.opening
         )
+        # Path of a route -> the feature that extends it.
+        self.extending = {path: side for side in self.features for path in side.extends}
         placing = PlacingFeatures(self.features, partial(self.unreadable.add, "message"))
 
         # The stores in Redis.
         self.attached = AttachedServers(redis, model, cluster=cluster)
         self.neighbours = Neighbours(Clusters(redis, self.unreadable), base.own)
         self.accounts = _accounts(base)
-        self.responses = _responses(base)
-        self.conversations = (
-            Conversations(
-                self.responses,
-                _conversation_objects(base),
-                max_bytes=settings.max_body_mb << 20,
-            )
-            if self.responses
-            else None
-        )
 
         # The queue, and the messages between routers.
         self.queue = Queue[Answer](lambda: self.fleet.loads.scale.busy_s)
@@ -199,6 +189,19 @@ class Parts:
         for side in self.features:
             side.attach(self)
 
+    async def expand(self, call: Call) -> Expanded:
+        """Return a call with what the cluster has stored for it, and the opening of its prompts.
+
+        Special tokens in the client's texts are escaped if --escape-special-tokens is on.
+
+        Raises:
+            ApiError: what the call names is not stored, or makes the prompt too long.
+        """
+        side = self.extending.get(call.path)
+        expanded = await side.expand(call) if side else Expanded(call)
+        call = await self.tokenizer.escaped(expanded.call)
+        return replace(expanded, call=call, opening=await self.opening(call))
+
     async def opening(self, call: Call) -> Opening | None:
         """Return the beginning that a feature adds to the prompts of a call; None: there is none.
 
@@ -213,37 +216,6 @@ class Parts:
     def max_model_len(self) -> int:
         """Return the most tokens that a prompt and its response may have together."""
         return self.fleet.replicas.max_model_len or UNKNOWN_CONTEXT
-
-
-def _responses(base: RouterBase) -> Responses | None:
-    """Return the store of responses; None if responses are not stored."""
-    settings = base.settings
-    if not settings.response_store_mb:
-        return None
-    return Responses(
-        base.redis,
-        base.model,
-        limit_bytes=settings.response_store_mb << 20,
-        ttl_s=settings.response_ttl_s,
-        max_bytes=settings.max_body_mb << 20,
-        cluster=base.cluster,
-        unreadable=base.unreadable,
-    )
-
-
-def _conversation_objects(base: RouterBase) -> ConversationObjects:
-    """Return the conversations that clients have created."""
-    settings = base.settings
-    return ConversationObjects(
-        ConversationStore(
-            base.redis,
-            cluster=base.cluster,
-            limit_bytes=settings.response_store_mb << 20,
-            ttl_s=settings.response_ttl_s,
-            max_bytes=settings.max_body_mb << 20,
-            unreadable=base.unreadable,
-        )
-    )
 
 
 def _accounts(base: RouterBase) -> LastingAccounts | None:

@@ -9,7 +9,6 @@ from kvroute.router.api.calls import COUNT_TOKENS, INPUT_TOKENS, Call
 from kvroute.router.api.errors import invalid
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.serving.assembly import Parts
-from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.rendering import Renderer, http_call
 
 TIMEOUT_S = 600.0  # seconds for a replica to answer; a call may have many texts to embed
@@ -22,7 +21,7 @@ async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer)
     an opening, since replicas know neither of these.
 
     Raises:
-        ApiError: no replica answers, or the opening or the previous response is unknown.
+        ApiError: no replica answers, or the opening, or what is stored for the call, is unknown.
         RefusedCallError: a replica refuses the body.
     """
     generating = call.as_generating()
@@ -44,7 +43,7 @@ async def _count_tokens(call: Call, generating: Call, parts: Parts, renderer: Re
         call: the call that counts.
         generating: the call that would generate an answer to the same prompt.
     """
-    expanded = await expand(generating, parts)
+    expanded = await parts.expand(generating)
     prompts = (await renderer.render(expanded.call, expanded.opening)).token_ids
     if len(prompts) != 1:
         raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")

@@ -33,7 +33,6 @@ class Lifecycle:
             links=parts.links,
             hand_over=parts.hand_over,
             blamed=parts.blamed,
-            responses=parts.responses,
             queue=parts.queue,
             features=parts.features,
         )

@@ -37,11 +37,11 @@ class ModelRouter:
             self._features, RouterFeature.cards
         )
         self._entered = own_methods(self._features, RouterFeature.entered)
+        self.extending = parts.extending
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
         self.status = Status(parts)
         self.max_model_len = parts.max_model_len
-        self.conversations = parts.conversations
         self.telemetry = parts.telemetry
         self.unreadable = parts.unreadable  # of all records, also those of the whole cluster
         self.audit = parts.audit

@@ -2,7 +2,7 @@
 
 stage      module                     what it does
 parse      endpoints/openai_routes    reads the body into a Call, the headers into a RequestContext
-expand     serving/expansion          adds the earlier conversation and the opening
+expand     serving/assembly           adds what features have stored for the call, and the opening
 render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
 admit      dispatch/admission         checks the tenant's limits; waits until all features let the
@@ -21,10 +21,10 @@ from fastapi import Response
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
+from kvroute.features.expanded import Expanded
 from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
-from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.dispatch.ended_sessions import end_session
 from kvroute.router.dispatch.generation import Generation, StartPrompt
 from kvroute.router.dispatch.relay import complete_response
@@ -35,10 +35,9 @@ from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.prompts.scored import scored_prompts
 from kvroute.router.serving.assembly import Parts
-from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
-from kvroute.router.serving.responding import respond
+from kvroute.router.serving.responding import written
 from kvroute.router.sessions.breaks import Break, with_image_numbers
 from kvroute.router.sessions.chats import Chats
 from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
@@ -94,7 +93,7 @@ class RequestHandler:
         """Answer a call for which replicas generate tokens, by calling the stages in order."""
         parts = self._parts
         parts.holding.check(context.urgency, context.sharer)
-        expanded = await expand(call, self._parts)
+        expanded = await parts.expand(call)
         with request_spans.step("tokenise"):
             rendered = await self._renderer.render(expanded.call, expanded.opening)
         if context.entry is not None:
@@ -104,7 +103,10 @@ class RequestHandler:
             partial(self._start, start, context, expanded, rendered)
             for start in parts.dispatcher.starts(rendered.prompts(), context)
         )
-        return await respond(expanded, starts, prompts=context.prompts, policy=self._policy)
+        response = await written(
+            expanded.call, starts, prompts=context.prompts, policy=self._policy
+        )
+        return await expanded.finish(response) if expanded.finish else response
 
     async def explain(self, call: Call, context: RequestContext) -> list[dict[str, Any]]:
         """Return where each prompt of a call would be sent now, and why. Nothing is generated.
@@ -113,7 +115,7 @@ class RequestHandler:
             ApiError: the call would be refused.
             RefusedCallError: a replica refuses the body.
         """
-        expanded = await expand(call, self._parts)
+        expanded = await self._parts.expand(call)
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.opening)
         broken = self._broken(expanded, rendered, context.variant, self._chats.compare)
@@ -139,7 +141,7 @@ class RequestHandler:
             ApiError: the router would refuse the call.
             RefusedCallError: a replica would refuse the body.
         """
-        expanded = await expand(call, self._parts)
+        expanded = await self._parts.expand(call)
         await self._renderer.render(expanded.call, expanded.opening)
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
@@ -196,14 +198,15 @@ class RequestHandler:
     ) -> Break | None:
         """Return where the prompt differs from the chat's earlier prompt.
 
-        The result is None if it does not differ, or if the call is not a chat.
+        The result is None if it does not differ, if the call is not a chat, or if its body has not
+        all messages of the chat.
 
         Args:
             compare: compares the chat with earlier chats; it may also record the chat.
         """
         call, opening = expanded.call, expanded.opening
         messages = conversation(call.path, call.body)
-        if messages is None:
+        if messages is None or expanded.has_more_messages:
             return None
         scope = f"{variant}|{opening.name if opening else ''}|{call.cache_salt}"
         ids = with_image_numbers(rendered.token_ids[0], rendered.features)

@@ -9,23 +9,13 @@ from msgspec import Raw
 from kvroute.router.api.calls import MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import DONE
 from kvroute.router.api.fair_lock import one_by_one
-from kvroute.router.api.response_object import encode, members
-from kvroute.router.conversations.continuing import Expanded
-from kvroute.router.conversations.storing import stored
+from kvroute.router.api.json_members import encode, members
 from kvroute.router.dispatch.batch import batch_response
 from kvroute.router.dispatch.generation import Generation, StartPrompt
 from kvroute.router.dispatch.relay import relay_response
 from kvroute.router.placement.receipts import RECEIPTS
 
 NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose events in streams have a name and a type
-
-
-async def respond(
-    expanded: Expanded, starts: Iterable[StartPrompt], *, prompts: int, policy: str
-) -> Response:
-    """Return the response to a call, and store it if the call wants that. See `written`."""
-    response = await written(expanded.call, starts, prompts=prompts, policy=policy)
-    return await stored(expanded, response)
 
 
 async def written(

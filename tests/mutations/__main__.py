@@ -112,7 +112,7 @@ MUTATIONS = {
     ),
     "conversations": Mutation(
         "a response goes on with the conversation before it",
-        "router/conversations/continuing.py",
+        "kvroute/features/responses/continuing.py",
         "call = self._with_turns(call, own, turns)",
         "pass",
     ),

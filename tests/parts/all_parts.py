@@ -86,11 +86,8 @@ CLUSTERS = {
         tests=_in("own_cluster", "api_keys tenant_limits other_users inside wire_tls"),
     ),
     "queues": Part(
-        about="the queue, batches and responses in the background",
-        tests=_in(
-            "own_cluster",
-            "queue queue_seen background_survival long_prompt idle_connections",
-        ),
+        about="the queue and batches",
+        tests=_in("own_cluster", "queue queue_seen long_prompt idle_connections"),
     ),
     "fleets": Part(
         about="fleets that start, stop, grow, are mixed, handed over or upgraded",

@@ -5,7 +5,6 @@ import random
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest.mock import patch
 
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,6 @@ from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.background.service import BackgroundResponses
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
@@ -40,10 +38,8 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
-from kvroute.store.conversations.background import BackgroundStore
-from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
-from tests.support.router_parts import builtin_prompts, fake_parts
+from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_parts
 
 NOWHERE = "redis://127.0.0.1"
 
@@ -76,16 +72,11 @@ def router() -> CollectorRegistry:
     metrics.export_links(links)
     pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
-    parts = fake_parts(builtin_prompts())
+    parts = fake_parts(builtin_prompts(), features=FEATURES_ON)
     for side in parts.features:
         side.metrics(registry, metrics.readings)
-    nothing: Any = {"unreadable": Unreadable(), "limit_bytes": 0, "ttl_s": 1, "max_bytes": 0}
-    responses = Responses(connect(NOWHERE), "m", **nothing)
-    metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32, ranks=lambda: 1))
     _export_services(parts.base, metrics.readings)
-    store = BackgroundStore(connect(NOWHERE), **nothing)
-    BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)
     registry.register(TenantMetrics(_accounts()))
     return registry
 

@@ -12,7 +12,7 @@ from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.status import feature_states
-from tests.support.router_parts import builtin_prompts, fake_parts
+from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_parts
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ OPTIONS = {
         "api_keys": Path("/keys.json"),
         "lora_root": Path("/adapters"),
         "request_log": Path("/requests"),
-        "response_store_mb": 1,
+        "features": FEATURES_ON,
     },
     "everything off": {"metrics": False, "ui": False},
 }

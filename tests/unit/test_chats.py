@@ -208,11 +208,6 @@ def test_a_body_without_messages_is_no_chat(path: str, body: dict[str, Any]) -> 
     assert conversation(path, body) is None
 
 
-def test_a_request_that_continues_a_stored_response_is_not_followed() -> None:
-    body = {"previous_response_id": "resp_1", "input": "And then?"}
-    assert conversation("/v1/responses", body) is None
-
-
 def test_a_completion_is_no_chat() -> None:
     assert conversation("/v1/completions", {"prompt": "Hello", "messages": []}) is None
 

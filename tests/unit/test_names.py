@@ -7,10 +7,9 @@ from tests.support.repository import product_modules
 
 # Modules that share their names. Remove an entry when you give one of its modules another name.
 SHARED_MODULES = {
-    *("accounts", "app", "bodies", "deployment", "events", "features"),
-    *("generation", "lane", "limits", "links", "objects", "peers", "policy", "priority"),
-    *("protocol", "pulls", "records", "replica", "responding", "router", "run", "server"),
-    *("service",),
+    *("accounts", "app", "deployment", "events", "features"),
+    *("generation", "lane", "limits", "links", "peers", "policy", "priority"),
+    *("protocol", "pulls", "records", "replica", "router", "server"),
 }
 
 

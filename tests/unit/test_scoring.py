@@ -9,7 +9,7 @@ import pytest
 from msgspec.json import decode, encode
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.response_object import Members, members
+from kvroute.router.api.json_members import Members, members
 from kvroute.router.api.scoring import MAX_TOKENS, Scoring, completion, parse_scoring, scores
 
 BODY: dict[str, Any] = {"query": "Is it?", "items": ["a", "b"], "label_token_ids": [7, 5]}

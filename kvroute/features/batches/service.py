@@ -68,7 +68,6 @@ class BatchService(RouterService):
         self._store = store
         self._keys = keys
         self._places = FilePlaces(base.redis, cluster=base.cluster)
-        self._tasks: list[asyncio.Task[None]] = []
         self._application: ASGIApp | None = None  # set when the router has built it
         self._is_stopping = False
         self.problem = ""  # why the API cannot be used; empty: it can
@@ -101,7 +100,7 @@ class BatchService(RouterService):
         report.export(self.runner, readings)
 
     def start(self) -> None:
-        self._tasks = [
+        self.running = [
             asyncio.create_task(self._announce()),
             asyncio.create_task(self.runner.run()),
         ]
@@ -121,11 +120,6 @@ class BatchService(RouterService):
     def live(self) -> dict[str, Any] | None:
         return None if self.problem else report.live(self.runner)
 
-    def check(self) -> None:
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()
-
     async def stop(self) -> None:
         """End the runs of this router, so that other routers go on with them.
 
@@ -133,10 +127,10 @@ class BatchService(RouterService):
         """
         if not self._is_stopping:
             self._is_stopping = True
-            for task in self._tasks:
+            for task in self.running:
                 task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_S)
+        if self.running:
+            await asyncio.wait(self.running, timeout=STOP_S)
 
     def close(self) -> None:
         self._store.close()

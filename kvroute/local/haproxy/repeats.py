@@ -9,7 +9,7 @@ so before its router ended. A request is also not repeated if it does not fit in
 
 import re
 
-from kvroute.features import PATHS
+from kvroute.features import ONCE, PATHS
 from kvroute.local.haproxy.connections import DEFAULT_IDLE_S
 
 REPEATED = (  # routes for POST that change nothing, so that a request may run twice
@@ -37,10 +37,6 @@ REPEATED = (  # routes for POST that change nothing, so that a request may run t
     "/ping",
     *PATHS.repeated,
 )
-# Fields of the body with which a response must not run twice: it runs in the background, or its
-# messages are added to a conversation. A body with such a word elsewhere is not repeated either.
-ONCE = ('"background"', '"conversation"')
-RESPONSES = "{ path /v1/responses }"  # HAProxy's condition for requests of the Responses API
 # Longest time in which HAProxy waits for a body, or for as much as its buffer holds: no shorter
 # than the time for which it waits for a part of any other body.
 BODY_S = DEFAULT_IDLE_S
@@ -57,11 +53,18 @@ def _rules() -> str:
 
     HAProxy can repeat a request only if it has the whole body before it sends the first byte.
     """
-    words = " ".join(f"'{word}'" for word in ONCE)
+    # A body that has such a field's name elsewhere is not repeated either.
+    once = [
+        f"{{ path {path} }} {{ req.body -m sub {' '.join(map(_quoted, fields))} }}"
+        for path, fields in ONCE.items()
+    ]
     return (
         f"    acl is_repeated path {' '.join(REPEATED)}\n"
         f"    http-request wait-for-body time {BODY_S:g}s if METH_POST is_repeated\n"
         "    http-request disable-l7-retry if !METH_GET !METH_POST\n"
         "    http-request disable-l7-retry if METH_POST !is_repeated\n"
-        f"    http-request disable-l7-retry if {RESPONSES} {{ req.body -m sub {words} }}\n"
-    )
+    ) + "".join(f"    http-request disable-l7-retry if {condition}\n" for condition in once)
+
+
+def _quoted(field: str) -> str:
+    return f"'\"{field}\"'"

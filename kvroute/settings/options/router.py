@@ -14,7 +14,6 @@ from kvroute.settings.options.common import (
     QUEUE,
     SERVE_AND_ATTACH,
     CommonOptions,
-    NotNegative,
     Positive,
 )
 
@@ -78,21 +77,6 @@ class RouterOptions(CommonOptions):
             default="only the cluster's own pages",
         ),
     ] = []  # noqa: RUF012  # pydantic copies the default
-    response_store_mb: Annotated[
-        int,
-        NotNegative,
-        Option(
-            ENDPOINT,
-            "Redis memory in MB for the stored responses of each model, which previous_response_id "
-            "needs. 0: responses are not stored.",
-            example="256",
-        ),
-    ] = 0
-    response_ttl_s: Annotated[
-        float,
-        Field(gt=0, le=1e9),
-        Option(ENDPOINT, "Seconds from a stored response's last use until it expires."),
-    ] = 86_400.0
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from kvroute.router.api.json_members import Members, encode, members
+
 PREVIOUS = "previous_response_id"
 # The member PREVIOUS as every replica writes it, since replicas do not know earlier responses.
 NO_PREVIOUS = b'"previous_response_id":null'
@@ -16,20 +18,6 @@ DATA = b"data: "  # start of the line with an event's JSON
 # First lines of the events that end a stream. JSON cannot contain such a line, because line ends in
 # strings are escaped.
 LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
-
-Members = dict[str, msgspec.Raw]
-
-encode = msgspec.json.encode
-_members = msgspec.json.Decoder(Members)
-
-
-def members(raw: bytes | msgspec.Raw) -> Members:
-    """Return the members of a JSON object as raw bytes.
-
-    Raises:
-        DECODE_ERRORS: the bytes are not a JSON object.
-    """
-    return _members.decode(raw)
 
 
 def events_with(more: Members, data: bytes) -> bytes:

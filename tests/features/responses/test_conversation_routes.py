@@ -5,7 +5,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -20,15 +19,22 @@ from redis.asyncio import Redis
 from starlette.responses import Response
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.expanded import Expanded
+from kvroute.features.responses.continuing import Conversations
+from kvroute.features.responses.conversation_routes import routes
+from kvroute.features.responses.stores.response_store import Responses
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.conversations.continuing import Conversations, Expanded, with_conversation
-from kvroute.router.conversations.storing import stored
-from kvroute.router.endpoints.conversation_routes import routes
 from kvroute.router.ingress import _refuse
-from kvroute.store.conversations.responses import Responses
-from tests.support.stored_conversations import MB, conversation_objects, stored_conversations
+from tests.features.responses.stored_conversations import (
+    MB,
+    conversation_objects,
+    finished,
+    models_with,
+    side_of,
+    stored_conversations,
+)
 from tests.support.workloads import user
 
 ANSWER = {
@@ -51,7 +57,7 @@ def model_of(client: Redis, **limits: int) -> Conversations:
 async def client_of(*models: Conversations | None) -> AsyncIterator[AsyncOpenAI]:
     """OpenAI's client of a router with these models."""
     app: Any = FastAPI()
-    app.state.models = SimpleNamespace(all=[SimpleNamespace(conversations=one) for one in models])
+    app.state.models = models_with(*models)
     app.state.bodies = Bodies(limit_mb=1)
     app.include_router(routes)
     app.exception_handler(ApiError)(_refuse)
@@ -63,13 +69,13 @@ async def client_of(*models: Conversations | None) -> AsyncIterator[AsyncOpenAI]
 
 
 async def expanded(model: Conversations | None, **body: Any) -> Expanded:
-    return await with_conversation(parse_call(RESPONSES, json.dumps(body).encode()), model)
+    return await side_of(model).expand(parse_call(RESPONSES, json.dumps(body).encode()))
 
 
 async def answer(turn: Expanded, id_: str = "resp_1") -> Any:
     """Answer a turn with ANSWER, and return the response that its client gets."""
     given = {"id": id_, "output": [ANSWER], "previous_response_id": None}
-    return json.loads(bytes((await stored(turn, Response(json.dumps(given)))).body))
+    return json.loads(bytes((await finished(turn, Response(json.dumps(given)))).body))
 
 
 def texts(items: Any) -> list[str]:
@@ -203,7 +209,7 @@ async def test_a_streamed_response_extends_its_conversation(empty_redis: Redis) 
         response = {"id": "resp_1", "output": [ANSWER], "previous_response_id": None}
         data = json.dumps({"response": response}, separators=(",", ":"))
         event = f"event: response.completed\ndata: {data}\n\n".encode()
-        whole = await stored(turn, StreamingResponse(iter([event])))
+        whole = await finished(turn, StreamingResponse(iter([event])))
         sent = list[Any]()
 
         async def send(message: Any) -> None:
@@ -218,7 +224,7 @@ async def test_a_streamed_response_extends_its_conversation(empty_redis: Redis) 
         assert shown["conversation"] == {"id": id_}
         found = (await client.conversations.items.list(id_, order="asc")).data
         assert texts(found) == ["Hi", "Ho"]
-    assert await model.get("resp_1", "") is None
+    assert await model.responses.get("resp_1", "") is None
 
 
 async def test_a_conversation_that_is_deleted_meanwhile_costs_no_answer(

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,18 +12,22 @@ from redis.asyncio import Redis
 from starlette.responses import Response
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.responses.continuing import Conversations
+from kvroute.features.responses.response_routes import routes
+from kvroute.features.responses.stores.response_store import Responses
+from kvroute.features.router_service import RouterServices
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.conversations.continuing import Conversations, with_conversation
-from kvroute.router.conversations.storing import stored
-from kvroute.router.endpoints.response_routes import routes
 from kvroute.router.ingress import _refuse
 from kvroute.router.middleware.access import Access
 from kvroute.store.connection import connect
-from kvroute.store.conversations.responses import Responses
-from tests.support.stored_conversations import stored_conversations
+from tests.features.responses.stored_conversations import (
+    finished,
+    models_with,
+    stored_conversations,
+)
 
 MB = 1 << 20
 
@@ -41,8 +44,8 @@ def application(
 ) -> httpx.AsyncClient:
     """A client of a router's routes. each: one for each of its models."""
     http: Any = FastAPI()
-    http.state.background = None
-    http.state.models = SimpleNamespace(all=[SimpleNamespace(conversations=one) for one in each])
+    http.state.services = RouterServices()
+    http.state.models = models_with(*each)
     http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
     if keyring is not None:
@@ -53,7 +56,7 @@ def application(
 async def answered(conversations: Conversations, id_: str, **body: Any) -> bytes:
     call = parse_call(RESPONSES, json.dumps(body).encode())
     given = Response(json.dumps({"id": id_, "output": [], "previous_response_id": None}))
-    return bytes((await stored(await with_conversation(call, conversations), given)).body)
+    return bytes((await finished(await conversations.expand(call), given)).body)
 
 
 async def test_each_models_responses_are_found(empty_redis: Redis) -> None:
@@ -90,7 +93,7 @@ async def test_one_of_a_tenant_is_found_with_its_key_only(empty_redis: Redis) ->
     call = parse_call(RESPONSES, b'{"input": "Hi", "cache_salt": "own"}')
     call = replace(call, caller=keyring.caller(keys[0]))
     given = Response(b'{"id": "resp_1", "output": [], "previous_response_id": null}')
-    await stored(await with_conversation(call, model), given)
+    await finished(await model.expand(call), given)
     async with application([model], keyring) as client:
         for salt in ("own", "", f"{call.cache_salt}", call.cache_salt.partition(".")[0]):
             for key in (keys[1], *(keys[:1] if salt != "own" else ())):

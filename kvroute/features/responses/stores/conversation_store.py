@@ -11,8 +11,8 @@ import msgspec
 
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
-from kvroute.store.connection import with_timeout
-from kvroute.store.conversations.leased_values import (
+from kvroute.features.responses import CONVERSATION
+from kvroute.features.responses.stores.leased_values import (
     LeasedStore,
     TooLongError,
     Written,
@@ -21,6 +21,7 @@ from kvroute.store.conversations.leased_values import (
     packed,
     unpacked,
 )
+from kvroute.store.connection import with_timeout
 
 
 class StoredConversation(msgspec.Struct, frozen=True):
@@ -57,17 +58,13 @@ class ConversationStore(LeasedStore):
         """Return a conversation; None if it is missing, expired or unreadable.
 
         Its lease is extended.
-
-        Args:
-            id: the conversation's id.
-            salt: the salt of its owner.
         """
-        if not (parts := await self.values.get(key(id, salt))):
+        if not (parts := await self.get_value(key(id, salt))):
             return None
         try:
             conversation, items = await unpacked(_unpack, parts, self.max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
-            self.unreadable.add("conversation", id, error)
+            self.unreadable.add(CONVERSATION, id, error)
             return None
         return Found(conversation, items, parts[0])
 
@@ -86,10 +83,7 @@ class ConversationStore(LeasedStore):
         The least recently used conversations are removed until it fits.
 
         Args:
-            id: the conversation's id.
-            salt: the salt of its owner.
-            conversation: the conversation.
-            items: JSON array of its items.
+            items: JSON array of the conversation's items.
             replaced: the conversation that it replaces; None: it is a new one. The result is
                 "known" if another request has changed it since it was read.
         """
@@ -97,12 +91,12 @@ class ConversationStore(LeasedStore):
             return "too_large"
         first, second = await packed(encode(conversation)), await packed(items)
         old = b"" if replaced is None else replaced.first
-        return await self.values.put(key(id, salt), first, second, replaced=old)
+        return await self.put_value(key(id, salt), first, second, replaced=old)
 
     @with_timeout
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
         """Delete a conversation; return whether there was one."""
-        return await self.values.delete(key(id, salt))
+        return await self.delete_value(key(id, salt))
 
 
 def _unpack(parts: Sequence[bytes], max_bytes: int) -> tuple[StoredConversation, bytes]:

@@ -6,7 +6,10 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from fastapi.responses import StreamingResponse
 
-from kvroute.router.api.calls import BACKGROUND, Call
+from kvroute.features.responses.background.background_responses import BackgroundResponses
+from kvroute.features.responses.continuing import BACKGROUND, without_store
+from kvroute.features.responses.stores.background_store import Record
+from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import (
     ApiError,
     invalid,
@@ -14,33 +17,30 @@ from kvroute.router.api.errors import (
     redis_away,
     responses_event,
     shown,
-    unsupported,
 )
-from kvroute.router.api.response_object import encode
-from kvroute.router.background.service import BackgroundResponses
-from kvroute.router.conversations.continuing import OPTION
+from kvroute.router.api.json_members import encode
+from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.serving.model_router import ModelRouter
+from kvroute.router.serving.rendering import RefusedCallError
 from kvroute.store.connection import REDIS_ERRORS
-from kvroute.store.conversations.background import Record
 
 
-async def begin(call: Call, model: ModelRouter, request: Request) -> Response:
+async def begin(call: Call, request: Request) -> Response:
     """Let a response run in the background, and return it as it is at the start.
 
     Raises:
         ApiError: the call cannot run in the background, or would be refused.
-        RefusedCallError: a replica would refuse the body.
     """
-    service: BackgroundResponses | None = request.app.state.background
-    if service is None or model.conversations is None:
-        raise unsupported(
-            BACKGROUND,
-            f"{BACKGROUND} is true, but this server does not store responses; start it with "
-            f"{OPTION}, or leave {BACKGROUND} out",
-        )
+    service = await _service(request)
+    if service is None:
+        raise without_store(BACKGROUND, True, f"leave {BACKGROUND} out")
     if call.body.get("store") is False:
         raise invalid("store", f"store is false, but {BACKGROUND} needs it to be true")
-    await model.requests.check(call)
+    model: ModelRouter = request.state.model
+    try:
+        await model.requests.check(call)
+    except RefusedCallError as error:
+        return complete_response(error.refusal, path=call.path)
     record = await service.create(call, request.headers)
     if call.body.get("stream") is True:
         return events_of(service, record, -1)
@@ -97,7 +97,7 @@ async def _with_error(events: AsyncIterator[bytes], number: int) -> AsyncIterato
 
 
 async def _service(request: Request) -> BackgroundResponses | None:
-    service: BackgroundResponses | None = request.app.state.background
+    service: BackgroundResponses | None = request.app.state.services.get("responses")
     return service
 
 

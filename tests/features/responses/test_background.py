@@ -18,14 +18,18 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.responses.background import (
+    background_answers,
+    background_responses,
+    background_run,
+)
+from kvroute.features.responses.background.background_responses import BackgroundResponses
+from kvroute.features.responses.background.events import Events, after
+from kvroute.features.responses.stores.background_store import BackgroundStore, Record
+from kvroute.features.responses.stores.leased_values import key, owner
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.background import responding, run, service
-from kvroute.router.background.events import Events, after
-from kvroute.router.background.service import BackgroundResponses
-from kvroute.store.conversations.background import BackgroundStore, Record
-from kvroute.store.conversations.leased_values import key
 from kvroute.store.keys import key_prefix
 from tests.support.waiting import until
 
@@ -85,8 +89,8 @@ class Router:
         self.store = BackgroundStore(
             client, unreadable=Unreadable(), limit_bytes=mb * MB, ttl_s=60, max_bytes=MB
         )
-        self.service = BackgroundResponses(name, self.store, keys=None, ttl_s=60)
-        self.service.application = self._application
+        self.service = BackgroundResponses(name, self.store)
+        self.service.attach(self._application)
         self._answer = answer
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +124,7 @@ class Router:
         return {name: json.loads(bytes(raw)) for name, raw in shown.items()}
 
     async def streamed(self, id_: str, number: int = -1) -> list[dict[str, Any]]:
-        response = responding.events_of(self.service, await self.found(id_), number)
+        response = background_answers.events_of(self.service, await self.found(id_), number)
         self.streams += 1
         assert isinstance(response, StreamingResponse)
         data = [bytes(event).partition(b"data: ")[2] async for event in response.body_iterator]  # type: ignore[arg-type]
@@ -150,7 +154,7 @@ async def endless(body: dict[str, Any], send: Send) -> None:
 @asynccontextmanager
 async def running(*routers: Router) -> AsyncIterator[None]:
     for router in routers:
-        router.service.start(None)
+        router.service.start()
     try:
         yield
     finally:
@@ -160,12 +164,12 @@ async def running(*routers: Router) -> AsyncIterator[None]:
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "WATCH_S", 0.05)
-    monkeypatch.setattr(service, "LEASE_S", 1.0)
-    monkeypatch.setattr(service, "POLL_S", 0.02)
-    monkeypatch.setattr(run, "FLUSH_S", 0.05)
-    monkeypatch.setattr(run, "BEAT_S", 0.2)
-    monkeypatch.setattr(run, "AGAIN_S", 0.05)
+    monkeypatch.setattr(background_responses, "WATCH_S", 0.05)
+    monkeypatch.setattr(background_responses, "LEASE_S", 1.0)
+    monkeypatch.setattr(background_responses, "POLL_S", 0.02)
+    monkeypatch.setattr(background_run, "FLUSH_S", 0.05)
+    monkeypatch.setattr(background_run, "BEAT_S", 0.2)
+    monkeypatch.setattr(background_run, "AGAIN_S", 0.05)
 
 
 async def test_it_runs_although_nobody_waits(empty_redis: Redis) -> None:
@@ -274,7 +278,7 @@ async def test_another_router_runs_it_when_its_own_stops_or_dies(
 ) -> None:
     one, other = Router(empty_redis, "one", endless), Router(empty_redis, "other", whole)
     async with running(other):
-        one.service.start(None)
+        one.service.start()
         id_ = await one.create()
 
         async def has_events() -> bool:
@@ -282,8 +286,7 @@ async def test_another_router_runs_it_when_its_own_stops_or_dies(
 
         await when(has_events)
         if is_killed:
-            assert one.service._watching is not None
-            for task in (one.service._watching, *(each for _, each in one.service._runs.values())):
+            for task in (*one.service.running, *(each for _, each in one.service._runs.values())):
                 task.cancel()
         else:
             await one.service.stop()
@@ -300,7 +303,7 @@ async def test_another_router_runs_it_when_its_own_stops_or_dies(
 async def test_a_router_that_stops_stays_healthy_while_its_answers_end(empty_redis: Redis) -> None:
     """Ray Serve ends a router at once when its health check fails."""
     one = Router(empty_redis, "one", whole)
-    one.service.start(None)
+    one.service.start()
     await one.service.stop()
     await asyncio.sleep(0)
     one.service.check()
@@ -370,7 +373,7 @@ async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> No
     one = Router(empty_redis, "one", endless)
     id_ = await one.create()
     record = await one.found(id_)
-    head = replace(record.head, attempts=service.MAX_ATTEMPTS, beats=9)
+    head = replace(record.head, attempts=background_responses.MAX_ATTEMPTS, beats=9)
     await one.service.stop()
     await one.store.replace(await one.found(id_), replace(head, router=""))
     other = Router(empty_redis, "other", whole)
@@ -379,7 +382,7 @@ async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> No
         assert (shown["status"], shown["error"]["code"]) == ("failed", "server_error")
         assert other.requests == []
         (told,) = await other.streamed(id_)
-        assert (told["type"], told["message"]) == ("error", service.GIVEN_UP)
+        assert (told["type"], told["message"]) == ("error", background_responses.GIVEN_UP)
 
 
 @pytest.mark.parametrize(
@@ -477,8 +480,8 @@ async def test_an_answer_that_is_too_large_fails(empty_redis: Redis) -> None:
 
 
 async def test_too_many_are_refused(empty_redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "MAX_OPEN", 4)
-    monkeypatch.setattr(service, "MAX_OPEN_OF_TENANT", 2)
+    monkeypatch.setattr(background_responses, "MAX_OPEN", 4)
+    monkeypatch.setattr(background_responses, "MAX_OPEN_OF_TENANT", 2)
     one = Router(empty_redis, "one", endless)
     async with running(one):
         for _ in range(2):
@@ -526,9 +529,9 @@ async def test_it_is_found_by_its_owner_only(empty_redis: Redis) -> None:
     one = Router(empty_redis, "one", whole)
     async with running(one):
         record = await one.service.create(asked(cache_salt="own").with_caller(CALLER), {})
-        id_, owner = record.body(MB).id, asked(cache_salt="own").with_caller(CALLER).owner
-        assert await one.service.find(id_, owner) is not None
-        for salt in ("", "own", asked().with_caller(CALLER).owner):
+        id_ = record.body(MB).id
+        assert await one.service.find(id_, owner(CALLER, "own")) is not None
+        for salt in ("", "own", owner(CALLER, "")):
             assert await one.service.find(id_, salt) is None
 
 

@@ -16,15 +16,18 @@ import msgspec
 from kvroute.contract.priority import Priority
 from kvroute.contract.records import VERSION, Count, Name, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.store.connection import SharedClock, with_timeout
-from kvroute.store.conversations.leased_values import (
+from kvroute.features.responses import RESPONSE
+from kvroute.features.responses.stores.leased_values import (
+    FIRST,
     KEY_BYTES,
+    SECOND,
     LeasedStore,
     TooLongError,
     Written,
     decompressed,
     packed,
 )
+from kvroute.store.connection import SharedClock, with_timeout
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 OPEN: tuple[Status, ...] = ("queued", "in_progress")  # statuses that are not final
@@ -96,8 +99,8 @@ class BackgroundStore(LeasedStore):
     @with_timeout
     async def create(self, key: bytes, head: Head, body: BackgroundBody) -> Record | Written:
         """Store a new response, and list it among those that have not ended."""
-        record = Record(key, head, await _packed(head), await packed(encode(body)))
-        written = await self.values.put(key, record.first, record.second)
+        record = Record(key, head, await packed(encode(head)), await packed(encode(body)))
+        written = await self.put_value(key, record.first, record.second)
         if written != "stored":
             return written
         await self._redis.hset(self._open, key.hex(), body.tenant)
@@ -106,7 +109,7 @@ class BackgroundStore(LeasedStore):
     @with_timeout
     async def read(self, key: bytes) -> Record | None:
         """Return a response; None if it is missing, expired or unreadable."""
-        if not (parts := await self.values.get(key)):
+        if not (parts := await self.get_value(key)):
             return None
         head = self._head(key, parts[0])
         return None if head is None else Record(key, head, *parts)
@@ -114,7 +117,7 @@ class BackgroundStore(LeasedStore):
     @with_timeout
     async def head(self, key: bytes) -> Head | None:
         """Return the state of a response without its body; None as from `read`."""
-        first = await self.values.first(key)
+        first = await self.part(key, FIRST)
         return None if first is None else self._head(key, first)
 
     def _head(self, key: bytes, first: bytes) -> Head | None:
@@ -123,7 +126,7 @@ class BackgroundStore(LeasedStore):
             check_version(_versions, data)
             return _heads.decode(data)
         except (*DECODE_ERRORS, TooLongError) as error:
-            self.unreadable.add("response", key.hex(), error)
+            self.unreadable.add(RESPONSE, key.hex(), error)
             return None
 
     @with_timeout
@@ -134,7 +137,6 @@ class BackgroundStore(LeasedStore):
 
         Args:
             old: the response as it was read or written before.
-            head: its new state.
             body: its new body; None: the body stays the same.
 
         Returns:
@@ -144,8 +146,8 @@ class BackgroundStore(LeasedStore):
             TooLongError: it is too large.
         """
         second = old.second if body is None else await packed(encode(body))
-        new = Record(old.key, head, await _packed(head), second)
-        written = await self.values.put(old.key, new.first, second, replaced=old.first)
+        new = Record(old.key, head, await packed(encode(head)), second)
+        written = await self.put_value(old.key, new.first, second, replaced=old.first)
         if written == "too_large":
             raise TooLongError
         if written != "stored":
@@ -158,30 +160,29 @@ class BackgroundStore(LeasedStore):
     async def delete(self, key: bytes) -> bool:
         """Delete a response; return whether there was one. Its events expire."""
         await self._redis.hdel(self._open, key.hex())
-        return await self.values.delete(key)
+        return await self.delete_value(key)
 
     @with_timeout
     async def put_events(self, key: bytes, number: int, events: bytes) -> bool:
         """Store events of a response; return whether they were not too large.
 
         Args:
-            key: the response's key.
             number: counts the values with its events, from 0.
             events: the events, as a stream has them.
         """
         place, second = _chunk_key(key, number), await packed(events)
-        return await self.values.put(place, b"", second) != "too_large"
+        return await self.put_value(place, b"", second) != "too_large"
 
     @with_timeout
     async def events(self, key: bytes, number: int) -> bytes | None:
         """Return the events of a response that were stored with this number, if they are there."""
-        packed_events = await self.values.second(_chunk_key(key, number))
+        packed_events = await self.part(_chunk_key(key, number), SECOND)
         try:
             return (
                 None if packed_events is None else decompressed(packed_events, self.max_part_bytes)
             )
         except (*DECODE_ERRORS, TooLongError) as error:
-            self.unreadable.add("response", key.hex(), error)
+            self.unreadable.add(RESPONSE, key.hex(), error)
             return None
 
     @with_timeout
@@ -202,10 +203,6 @@ class BackgroundStore(LeasedStore):
     async def forget(self, key: bytes) -> None:
         """Take a response that has expired or ended off the list of those that have not ended."""
         await self._redis.hdel(self._open, key.hex())
-
-
-async def _packed(head: Head) -> bytes:
-    return await packed(encode(head))
 
 
 def _chunk_key(key: bytes, number: int) -> bytes:

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from kvroute.keys.keyring import Caller
 from kvroute.process.asgi import post_scope
+from kvroute.router.api.calls import RESPONSES
 from kvroute.router.middleware.access import INTERNAL_CALLER
 
 # Key in the ASGI scope of requests whose answer is kept as that of a background response.
@@ -16,7 +17,6 @@ IS_BACKGROUND = "kvroute.background"
 
 async def ask(
     application: ASGIApp,
-    path: str,
     body: bytes,
     *,
     headers: Mapping[str, str],
@@ -24,13 +24,11 @@ async def ask(
     started: Callable[[int, Mapping[str, str]], None],
     received: Callable[[bytes], Awaitable[None]],
 ) -> None:
-    """Send a POST request, and return when its answer has ended.
+    """Send a request to /v1/responses, and return when its answer has ended.
 
     A cancelled call ends the request, as if its client had disconnected.
 
     Args:
-        application: the router's HTTP application.
-        path: the route.
         body: a JSON object.
         headers: more headers of the request.
         caller: the tenant for which the request counts; None: the cluster has no API keys.
@@ -44,7 +42,7 @@ async def ask(
     }
     encoded = [_encoded(name, value) for name, value in {**headers, **own}.items()]
     scope: Scope = {
-        **post_scope(path, encoded),
+        **post_scope(RESPONSES, encoded),
         "client": ("127.0.0.1", 0),
         "server": ("localhost", 80),
         INTERNAL_CALLER: caller,

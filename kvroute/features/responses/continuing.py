@@ -14,31 +14,33 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.features.opening import Opening
-from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
-from kvroute.router.api.calls import BACKGROUND, RESPONSES, Call
-from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
-from kvroute.router.api.response_object import (
-    PREVIOUS,
-    Members,
-    as_input,
-    encode,
-    members,
+from kvroute.features.expanded import Expanded
+from kvroute.features.responses import PREVIOUS_NOT_FOUND
+from kvroute.features.responses.conversations import ConversationObjects
+from kvroute.features.responses.response_items import PREVIOUS, as_input
+from kvroute.features.responses.stores.leased_values import INLINE_BYTES, TooLongError, owner
+from kvroute.features.responses.stores.response_store import (
+    MAX_LINKS,
+    Responses,
+    StoredTurn,
+    joined,
 )
-from kvroute.router.conversations.objects import ConversationObjects
+from kvroute.features.responses.storing import Keep, Storing
+from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
+from kvroute.router.api.calls import Call
+from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
+from kvroute.router.api.json_members import Members, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.store.connection import REDIS_ERRORS, Outage
-from kvroute.store.conversations.leased_values import TooLongError
-from kvroute.store.conversations.responses import MAX_LINKS, Responses, StoredTurn, joined
 
 log = logging.getLogger("kvroute.conversations")
 
+BACKGROUND = "background"  # the field with which a response runs although its client has left
 CONVERSATION = "conversation"  # the field with a conversation's id, in bodies and responses
-CONTINUING = (PREVIOUS, CONVERSATION)  # fields of a body that replicas do not get
+CONTINUING = (PREVIOUS, CONVERSATION)  # fields that continue something that is stored
 OPTION = "--response-store-mb"  # the option that turns storing on
 STORE_S = 1.0  # the most seconds that the end of a response waits until Redis has stored it
 
@@ -56,57 +58,31 @@ NO_INPUT = Input(b"[]")
 MESSAGE_VALUES = 3  # JSON values of an input message: the object, its role and its content
 
 
-class Expanded(Struct, frozen=True):
-    """A call with its conversation and the opening of its prompts."""
-
-    call: Call  # the call with the complete conversation in its body
-    # Members that its response objects get: the id of the previous response or of the conversation.
-    continued: Members = {}
-    # Each of these stores the response to the call, or its items.
-    keepers: tuple[Callable[[Members], Awaitable[None]], ...] = ()
-    opening: Opening | None = None  # the beginning that a feature adds to its prompts
-
-
-async def with_conversation(call: Call, conversations: "Conversations | None") -> Expanded:
-    """Return the call with the conversation that it continues.
-
-    Args:
-        conversations: the stored conversations; None: this server does not store responses.
-
-    Raises:
-        ApiError: the previous response is unknown, or the conversation is too long.
-    """
-    if call.path != RESPONSES:
-        return Expanded(call)
-    if conversations is not None:
-        return await conversations.expand(call)
-    for name in (PREVIOUS, CONVERSATION):
-        if (id_ := call.body.get(name)) is not None:
-            raise unsupported(
-                name,
-                f"{name} is {shown(id_)}, but this server does not store responses; start it with "
-                f"{OPTION}, or send the complete conversation as input",
-            )
-    return Expanded(call)
+def without_store(name: str, value: object, otherwise: str) -> ApiError:
+    """Return the error for a field that this server cannot have, since it stores no responses."""
+    return unsupported(
+        name,
+        f"{name} is {shown(value)}, but this server does not store responses; start it with "
+        f"{OPTION}, or {otherwise}",
+    )
 
 
 class Conversations:
     """The stored conversations of one model, as one router reads and writes them."""
 
-    def __init__(self, store: Responses, objects: ConversationObjects, *, max_bytes: int) -> None:
+    def __init__(self, store: Responses, objects: ConversationObjects) -> None:
         """Read and write the responses in a store.
 
-        In the methods, `salt` is Call.owner: a response can be read only with the salt that it was
+        In the methods, `salt` is the owner's: a response can be read only with the salt that it was
         stored with.
 
         Args:
-            store: the responses in Redis.
+            store: the responses in Redis. Its `max_bytes` is also the largest size of a body that
+                contains the complete conversation.
             objects: the conversations that clients have created.
-            max_bytes: the most bytes of a body that contains the complete conversation.
         """
         self.objects = objects
-        self._store = store
-        self._max_bytes = max_bytes
+        self.responses = store
         self._outage = Outage(log, "responses are not stored")
 
     async def expand(self, call: Call) -> Expanded:
@@ -116,9 +92,9 @@ class Conversations:
             ApiError: the previous response or the conversation is unknown, or it is too long.
         """
         previous_id, conversation_id = _previous_id(call.body), _conversation_id(call.body)
-        own, salt = _input(call), call.owner
+        own, salt = await _input(call), owner(call.caller, call.body.get("cache_salt"))
         is_stored = call.body.get("store", True) in (True, None)
-        keepers, continued = list[Callable[[Members], Awaitable[None]]](), Members()
+        keepers, continued = list[Keep](), Members()
         if call.body.get(BACKGROUND):  # replicas do not know that it runs in the background
             others = {k: v for k, v in members(call.raw).items() if k != BACKGROUND}
             call = replace(call, raw=encode(others))
@@ -137,28 +113,17 @@ class Conversations:
                 members(call.raw)["input"], turn.count + own.count, turn.values + own.values
             )
             continued[CONVERSATION] = msgspec.Raw(encode({"id": conversation_id}))
-            keepers.append(partial(self._append, own, conversation_id, salt))
+            append = partial(self._append, own, conversation_id, salt)
+            keepers.append(partial(self._keep, append))
         if is_stored:
-            keepers.append(partial(self._put, new, previous_id, salt))
-        return Expanded(replace(call, is_stored=is_stored), continued, tuple(keepers))
-
-    async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
-        """Return the response as its client received it; None if it is not stored.
-
-        Raises:
-            ApiError: Redis cannot be used.
-        """
-        with needing_redis():
-            return await self._store.get(id, salt)
-
-    async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
-        """Delete a response, and return whether it was stored.
-
-        Raises:
-            ApiError: Redis cannot be used.
-        """
-        with needing_redis():
-            return await self._store.delete(id, salt)
+            put = partial(self._put, new, previous_id, salt)
+            keepers.append(partial(self._keep, put))
+        storing = Storing(continued, keepers) if continued or keepers else None
+        return Expanded(
+            replace(call, is_stored=is_stored),
+            has_more_messages=previous_id is not None or conversation_id is not None,
+            finish=storing.finish if storing else None,
+        )
 
     async def input_items(self, id: str, salt: str) -> list[dict[str, Any]] | None:  # noqa: A002
         """Return all input items of the conversation up to the response, the oldest first.
@@ -187,13 +152,13 @@ class Conversations:
             "of the conversation was not stored, has expired, was deleted or evicted, or has "
             "another cache_salt; send the complete conversation as input",
             param=PREVIOUS,
-            code="previous_response_not_found",
+            code=PREVIOUS_NOT_FOUND,
         )
 
     async def _turns(self, id_: str, salt: str) -> list[StoredTurn]:
         try:
             with needing_redis():
-                return await self._store.conversation(id_, salt)
+                return await self.responses.conversation(id_, salt)
         except TooLongError:
             raise _too_long(id_) from None
 
@@ -212,40 +177,36 @@ class Conversations:
         items = joined([*(turn.items for turn in turns), own.items])
         others = {k: v for k, v in members(call.raw).items() if k not in (*CONTINUING, "input")}
         raw = encode({**others, "input": msgspec.Raw(items)})
-        if count > MAX_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._max_bytes:
+        if count > MAX_ITEMS["input"] or values > MAX_VALUES or len(raw) > self.responses.max_bytes:
             raise _too_long(call.body.get(PREVIOUS) or call.body.get(CONVERSATION))
         return replace(call, raw=raw)
 
-    async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
-        """Store a response. Give up after STORE_S, or if Redis cannot be used."""
+    async def _keep(self, store: Callable[[Members], Awaitable[object]], response: Members) -> None:
+        """Store a response or its items. Give up after STORE_S, or if Redis cannot be used."""
         try:
-            id_, turn = _turn(response, own)
-            body = encode({k: v for k, v in response.items() if k != RECEIPTS})
             async with asyncio.timeout(STORE_S):
-                await self._store.put(id_, salt, previous_id, turn, body)
+                await store(response)
             self._outage.end()
+            return
         except REDIS_ERRORS as error:
-            self._store.counts["failed"] += 1
             self._outage.begin(error)
         except (*DECODE_ERRORS, LookupError) as error:
-            self._store.counts["failed"] += 1
             log.warning("cannot store a response, because it cannot be decoded: %r", error)
+        except ApiError as error:  # for example, a client has deleted the conversation
+            log.debug("a response is not in its conversation: %s", error)
+        self.responses.counts["failed"] += 1
+
+    async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
+        """Store a response."""
+        id_, turn = _turn(response, own)
+        body = encode({k: v for k, v in response.items() if k != RECEIPTS})
+        await self.responses.put(id_, salt, previous_id, turn, body)
 
     async def _append(self, own: Input, id_: str, salt: str, response: Members) -> None:
-        """Add the input and the output of a response to its conversation.
-
-        Give up after STORE_S, or if Redis cannot be used.
-        """
-        try:
-            output = as_input(_decoded(response["output"]))
-            encoded = joined([own.items, encode(output)])
-            async with asyncio.timeout(STORE_S):
-                await self.objects.append(id_, salt, [*_decoded(own.items), *output], encoded)
-        except (ApiError, TimeoutError):  # for example, a client has deleted the conversation
-            self._store.counts["failed"] += 1
-        except (*DECODE_ERRORS, LookupError) as error:
-            self._store.counts["failed"] += 1
-            log.warning("cannot add a response to its conversation: %r", error)
+        """Add the input and the output of a response to its conversation."""
+        output = as_input(_decoded(response["output"]))
+        encoded = joined([own.items, encode(output)])
+        await self.objects.append(id_, salt, [*_decoded(own.items), *output], encoded)
 
 
 def _previous_id(body: Mapping[str, Any]) -> str | None:
@@ -286,7 +247,7 @@ def _conversation_id(body: Mapping[str, Any]) -> str | None:
     return id_
 
 
-def _input(call: Call) -> Input:
+async def _input(call: Call) -> Input:
     """Return the input that the client has sent with this call, without earlier turns.
 
     Raises:
@@ -299,7 +260,10 @@ def _input(call: Call) -> Input:
         raise invalid("input", f"input is {shown(value)}; expected a string or a list of items")
     raw = members(call.raw)["input"]
     if isinstance(value, list):
-        return Input(raw, len(value), call.input_values)
+        # Only the values of large bodies take so long to count that a thread is worth it.
+        is_large = len(call.raw) > INLINE_BYTES
+        count = await asyncio.to_thread(values_in, value) if is_large else values_in(value)
+        return Input(raw, len(value), count)
     return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, MESSAGE_VALUES)
 
 

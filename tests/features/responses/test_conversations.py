@@ -11,14 +11,14 @@ from redis.asyncio import Redis
 from starlette.types import Message
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.expanded import Expanded
+from kvroute.features.responses.continuing import Conversations
+from kvroute.features.responses.stores.response_store import Responses
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES
-from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
+from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.conversations.continuing import Conversations, Expanded, with_conversation
-from kvroute.router.conversations.storing import stored
 from kvroute.store.connection import connect
-from kvroute.store.conversations.responses import Responses
-from tests.support.stored_conversations import stored_conversations
+from tests.features.responses.stored_conversations import finished, side_of, stored_conversations
 
 MB = 1 << 20
 NOWHERE = "redis://127.0.0.1:1"
@@ -42,8 +42,8 @@ def conversations(empty_redis: Redis) -> Conversations:
     return stored_conversations(empty_redis, responses(empty_redis))
 
 
-async def ask(conversations: Conversations | None, path: str = RESPONSES, **body: Any) -> Expanded:
-    return await with_conversation(parse_call(path, json.dumps(body).encode()), conversations)
+async def ask(conversations: Conversations | None, **body: Any) -> Expanded:
+    return await side_of(conversations).expand(parse_call(RESPONSES, json.dumps(body).encode()))
 
 
 async def refused(conversations: Conversations | None, **body: Any) -> ApiError:
@@ -59,7 +59,7 @@ def body_of(turn: Expanded) -> Any:
 async def answer(turn: Expanded, id_: str, *output: dict[str, Any], **more: Any) -> Any:
     """The whole response that the client gets."""
     given = {"id": id_, "output": output, "previous_response_id": None, **more}
-    response = await stored(turn, Response(json.dumps(given), media_type="application/json"))
+    response = await finished(turn, Response(json.dumps(given), media_type="application/json"))
     assert response.headers["content-length"] == str(len(response.body))
     return json.loads(bytes(response.body))
 
@@ -76,12 +76,13 @@ async def test_a_replica_gets_all_that_was_said(conversations: Conversations) ->
     assert (await answer(second, "resp_2", message("So.")))["previous_response_id"] == "resp_1"
     third = await ask(conversations, previous_response_id="resp_2", stream=True)
     assert body_of(third) == {"input": [*said, message("So.")], "stream": True}
+    assert [turn.has_more_messages for turn in (first, second, third)] == [False, True, True]
 
 
 async def test_numbers_and_texts_come_as_they_were_sent(conversations: Conversations) -> None:
     item = '{"role": "user", "content": "\\u00e9é", "n": 12345678901234567890123, "x": 1.50}'
     raw = f'{{"input": [{item}]}}'.encode()
-    await answer(await with_conversation(parse_call(RESPONSES, raw), conversations), "resp_1")
+    await answer(await conversations.expand(parse_call(RESPONSES, raw)), "resp_1")
     second = await ask(conversations, input="a", previous_response_id="resp_1")
     assert item.encode() in second.call.raw
 
@@ -100,7 +101,7 @@ async def test_what_is_not_to_be_stored_is_not(
 @pytest.mark.parametrize("given", [{}, {"store": True}, {"store": None}])
 async def test_else_it_is(conversations: Conversations, given: dict[str, Any]) -> None:
     await answer(await ask(conversations, input="Hi", **given), "resp_1", status="incomplete")
-    found = await conversations.get("resp_1", "")
+    found = await conversations.responses.get("resp_1", "")
     assert found is not None
     assert json.loads(found)["status"] == "incomplete"
 
@@ -127,18 +128,11 @@ async def test_without_a_store_the_option_is_named() -> None:
     assert (error.status, error.param) == (400, "previous_response_id")
     assert "--response-store-mb" in error.message
     turn = await ask(None, input="a", store=True)
-    assert (turn.keepers, body_of(turn)) == ((), {"input": "a", "store": True})
-
-
-async def test_other_routes_have_no_conversations(conversations: Conversations) -> None:
-    turn = await ask(
-        conversations, CHAT_COMPLETIONS, messages=[], previous_response_id="a", store=True
-    )
-    assert turn == Expanded(turn.call)
+    assert (turn.finish, body_of(turn)) == (None, {"input": "a", "store": True})
 
 
 async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis: Redis) -> None:
-    conversations = stored_conversations(empty_redis, responses(empty_redis), max_bytes=50_000)
+    conversations = stored_conversations(empty_redis, responses(empty_redis, max_bytes=50_000))
     many = [USER] * (MAX_ITEMS["input"] - 1)
     values = [{"role": "user", "content": [[0] * (MAX_VALUES - 100)]}]
     long = [{"role": "user", "content": "a" * 49_000}]
@@ -176,10 +170,10 @@ async def test_a_redis_that_hangs_holds_up_the_end_for_a_second(empty_redis: Red
 async def test_a_response_of_another_kind_is_passed_on(conversations: Conversations) -> None:
     turn = await ask(conversations, input="Hi")
     for body in (b"[]", b"{}", b"no", b'{"id": 5, "output": []}', b'{"id": "a", "output": [1]}'):
-        response = await stored(turn, Response(body))
+        response = await finished(turn, Response(body))
         assert response.body == body
     error = Response(b'{"error": 1}', 400)
-    assert (await stored(turn, error)).body == b'{"error": 1}'
+    assert (await finished(turn, error)).body == b'{"error": 1}'
 
 
 async def test_a_stream_is_stored_before_its_client_has_its_end(
@@ -205,12 +199,12 @@ async def test_a_stream_is_stored_before_its_client_has_its_end(
         headers.extend(message.get("headers", ()))
         if part := message.get("body"):
             sent.append(part)
-            found.append(await conversations.get("resp_2", ""))
+            found.append(await conversations.responses.get("resp_2", ""))
 
     async def receive() -> Message:
         raise AssertionError("nobody leaves")
 
-    response = await stored(turn, StreamingResponse(stream(), media_type="text/event-stream"))
+    response = await finished(turn, StreamingResponse(stream(), media_type="text/event-stream"))
     response.headers["x-ratelimit-limit-requests"] = "8"  # as routes do
     await response({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
     assert (b"x-ratelimit-limit-requests", b"8") in headers

@@ -5,22 +5,23 @@ A response can only be read with the API key and the `cache_salt` of the request
 
 from collections.abc import Awaitable, Callable
 from operator import itemgetter
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.keys.keyring import owner
-from kvroute.router.api.calls import RESPONSES
-from kvroute.router.api.errors import ApiError, invalid, shown
-from kvroute.router.api.response_object import listed
-from kvroute.router.background.responding import (
+from kvroute.features.responses.background.background_answers import (
     Background,
     as_response,
     events_of,
     starting_after,
 )
-from kvroute.router.conversations.continuing import OPTION, Conversations
+from kvroute.features.responses.continuing import OPTION, Conversations
+from kvroute.features.responses.response_items import listed
+from kvroute.features.responses.router_responses import RouterResponses
+from kvroute.features.responses.stores.leased_values import owner
+from kvroute.router.api.calls import RESPONSES
+from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.models import Models, Served
@@ -56,7 +57,7 @@ async def get_response(
         if query.get("stream", "").lower() in TRUE:
             return events_of(background, record, starting_after(query.get("starting_after")))
         return as_response(background, record)
-    body = await _first(models, response_id, lambda store: store.get(response_id, salt))
+    body = await _first(models, response_id, lambda store: store.responses.get(response_id, salt))
     return Response(body, media_type="application/json")
 
 
@@ -67,7 +68,7 @@ async def delete_response(
     """Delete a stored response. One that runs in the background is cancelled."""
     is_background = background is not None and await background.delete(response_id, salt)
     try:
-        await _first(models, response_id, lambda store: store.delete(response_id, salt))
+        await _first(models, response_id, lambda store: store.responses.delete(response_id, salt))
     except ApiError as error:
         if not (is_background and error.status == 404):
             raise
@@ -80,10 +81,7 @@ async def list_input_items(
 ) -> Response:
     """Return the input items of a response, including the earlier conversation."""
     items = await _first(models, response_id, lambda store: store.input_items(response_id, salt))
-    query = request.query_params
-    ordered = in_order(listed(items, response_id), query)
-    page = page_of(ordered, query, id_of=itemgetter("id"), default=20, most=MAX_LISTED)
-    return JSONResponse(page.as_object(page.items))
+    return page(listed(items, response_id), request)
 
 
 @routes.post(f"{RESPONSE}/cancel")
@@ -93,12 +91,27 @@ async def cancel_response(
     """Cancel a response that runs in the background. One that has ended stays as it is."""
     if background and (record := await background.find(response_id, salt)):
         return as_response(background, await background.cancel(record))
-    await _first(models, response_id, lambda store: store.get(response_id, salt))
+    await _first(models, response_id, lambda store: store.responses.get(response_id, salt))
     raise invalid(
         "response_id",
         f"response {shown(response_id)} cannot be cancelled, since it has not run in the "
         "background; close the connection to end such a response",
     )
+
+
+def page(items: list[dict[str, Any]], request: Request) -> Response:
+    """Return the page that a request wants of some items, the oldest of which comes first."""
+    query = request.query_params
+    found = page_of(
+        in_order(items, query), query, id_of=itemgetter("id"), default=20, most=MAX_LISTED
+    )
+    return JSONResponse(found.as_object(found.items))
+
+
+def stores_of(models: Models) -> list[Conversations]:
+    """Return the stored conversations of each model; an empty list: this server stores none."""
+    sides = (model.feature(RouterResponses) for model in models.all)
+    return [side.conversations for side in sides if side.conversations is not None]
 
 
 async def _first(
@@ -107,12 +120,13 @@ async def _first(
     """Return the first result of `find` among the models' stores.
 
     Raises:
-        ApiError: the response is not stored.
+        ApiError: the response is not stored, or Redis cannot be used.
     """
-    stores = [model.conversations for model in models.all if model.conversations is not None]
+    stores = stores_of(models)
     for store in stores:
-        if result := await find(store):
-            return result
+        with needing_redis():
+            if result := await find(store):
+                return result
     reason = (
         "it was not stored, has expired, was deleted or evicted, or has another cache_salt"
         if stores

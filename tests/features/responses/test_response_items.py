@@ -7,14 +7,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.api.response_object import (
+from kvroute.features.responses.response_items import (
     as_input,
-    encode,
     events_with,
     last_response,
     listed,
-    members,
 )
+from kvroute.router.api.json_members import encode, members
 
 PREVIOUS = {"previous_response_id": msgspec.Raw('"é"'.encode())}
 # What may stand at any place of a response, such as in a tool's schema.

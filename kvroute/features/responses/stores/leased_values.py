@@ -16,13 +16,18 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import redis.asyncio as redis
 
 from kvroute.contract.unreadable import Unreadable, UnreadableError
+from kvroute.features.responses.response_options import ResponseOptions
+from kvroute.features.responses.stores.leased_scripts import DELETE, GET, PUT
+from kvroute.keys.keyring import Caller
 from kvroute.store.connection import ModelStore
-from kvroute.store.conversations.leased_scripts import DELETE, GET, PUT
+
+if TYPE_CHECKING:
+    from kvroute.router.serving.router_base import RouterBase
 
 KEY_BYTES = 16  # size of a KEY
 OVERHEAD = 320  # bytes of Redis's memory that a value takes besides its two parts
@@ -44,82 +49,6 @@ class TooLongError(Exception):
     """The values have too many bytes, or are too many."""
 
 
-class LeasedValues:
-    """The values under one prefix. Its methods raise RedisError or OSError if Redis fails."""
-
-    def __init__(
-        self, client: "redis.Redis", prefix: str, *, limit_bytes: int, ttl_s: float
-    ) -> None:
-        """Create the client of these values.
-
-        Args:
-            client: the client for Redis.
-            prefix: the first of the two keys.
-            limit_bytes: limit of the size of all values in Redis.
-            ttl_s: seconds until a value expires, after its last use.
-        """
-        self.bytes = 0  # size of all values after the latest `put`
-        self.evicted = 0  # number of values that this process removed before they expired
-        self._limit = limit_bytes
-        self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._connections = asyncio.Semaphore(CONNECTIONS)
-        self._keys = [prefix, f"{prefix}:ends"]
-        self._client = client
-        self._put: Any = client.register_script(PUT)
-        self._get: Any = client.register_script(GET)
-        self._delete: Any = client.register_script(DELETE)
-
-    def script(self, text: str) -> Any:
-        """Return a Lua script that `run` can run."""
-        return self._client.register_script(text)
-
-    async def put(
-        self, key: bytes, first: bytes, second: bytes, *, replaced: bytes = b""
-    ) -> Written:
-        """Store a value. The least recently used values are removed until it fits.
-
-        Args:
-            replaced: the first part of the value that this one replaces, as `get` returned it.
-                Empty: there must not be a value with this key.
-        """
-        if (len(first) + len(second) + OVERHEAD) * LARGEST_SHARE > self._limit:
-            return "too_large"
-        while True:
-            outcome, self.bytes, evicted = await self.run(
-                self._put, key, first, second, self._limit, MAX_REMOVED, replaced
-            )
-            self.evicted += evicted
-            if outcome != b"more":
-                return "stored" if outcome == b"stored" else "known"
-
-    async def get(self, key: bytes) -> tuple[bytes, bytes] | None:
-        """Return both parts of a value, and extend its lease; None if there is no such value."""
-        first, second = await self._parts(key, FIRST, SECOND)
-        return None if first is None or second is None else (first, second)
-
-    async def first(self, key: bytes) -> bytes | None:
-        """Return the first part of a value, and extend its lease; None if there is no value."""
-        return (await self._parts(key, FIRST))[0]
-
-    async def second(self, key: bytes) -> bytes | None:
-        """Return the second part of a value, and extend its lease; None if there is no value."""
-        return (await self._parts(key, SECOND))[0]
-
-    async def _parts(self, key: bytes, *suffixes: str) -> list[bytes | None]:
-        found: list[bytes | None] | None = await self.run(self._get, key, *suffixes)
-        return found or [None] * len(suffixes)
-
-    async def delete(self, key: bytes) -> bool:
-        """Delete a value; return whether there was one."""
-        return bool(await self.run(self._delete, key))
-
-    async def run(self, script: Any, key: bytes, *more: object) -> Any:
-        """Run a script for the value with this key, with more arguments."""
-        args = [key, self._ttl_ms, OVERHEAD, *more]
-        async with self._connections:
-            return await script(keys=self._keys, args=args)
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class LeasedStore(ModelStore):
     """Values of one kind; the base of the stores that give the two parts a meaning.
@@ -137,10 +66,75 @@ class LeasedStore(ModelStore):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.bytes = 0  # size of all values after the latest `put_value`
+        self.evicted = 0  # number of values that this process removed before they expired
+        self._ttl_ms = max(1, round(1000 * self.ttl_s))
+        self._connections = asyncio.Semaphore(CONNECTIONS)
         prefix = f"{self._prefix}:{self.NAME}"
-        self.values = LeasedValues(
-            self.client, prefix, limit_bytes=self.limit_bytes, ttl_s=self.ttl_s
+        self._keys = [prefix, f"{prefix}:ends"]
+        self._put_script: Any = self.client.register_script(PUT)
+        self._get_script: Any = self.client.register_script(GET)
+        self._delete_script: Any = self.client.register_script(DELETE)
+
+    @classmethod
+    def opened(
+        cls, base: "RouterBase", options: ResponseOptions, client: redis.Redis, model: str = ""
+    ) -> Self:
+        """Return the store of one model in a router; empty: the values are the whole cluster's."""
+        return cls(
+            client,
+            model,
+            cluster=base.cluster,
+            unreadable=base.unreadable,
+            limit_bytes=options.response_store_mb << 20,
+            ttl_s=options.response_ttl_s,
+            max_bytes=base.settings.max_body_mb << 20,
         )
+
+    async def put_value(
+        self, key: bytes, first: bytes, second: bytes, *, replaced: bytes = b""
+    ) -> Written:
+        """Store a value. The least recently used values are removed until it fits.
+
+        Args:
+            replaced: the first part of the value that this one replaces; empty: there must not be
+                a value with this key.
+        """
+        if (len(first) + len(second) + OVERHEAD) * LARGEST_SHARE > self.limit_bytes:
+            return "too_large"
+        while True:
+            outcome, self.bytes, evicted = await self.run(
+                self._put_script, key, first, second, self.limit_bytes, MAX_REMOVED, replaced
+            )
+            self.evicted += evicted
+            if outcome != b"more":
+                return "stored" if outcome == b"stored" else "known"
+
+    async def get_value(self, key: bytes) -> tuple[bytes, bytes] | None:
+        """Return both parts of a value, and extend its lease; None if there is no such value."""
+        found: list[bytes] | None = await self.run(self._get_script, key, FIRST, SECOND)
+        return None if found is None or None in found else (found[0], found[1])
+
+    async def part(self, key: bytes, suffix: str) -> bytes | None:
+        """Return a part of a value, FIRST or SECOND, and extend its lease; None: it is missing."""
+        found: list[bytes | None] | None = await self.run(self._get_script, key, suffix)
+        return found[0] if found else None
+
+    async def delete_value(self, key: bytes) -> bool:
+        """Delete a value; return whether there was one."""
+        return bool(await self.run(self._delete_script, key))
+
+    async def run(self, script: Any, key: bytes, *more: object) -> Any:
+        """Run a script for the value with this key, with more arguments."""
+        args = [key, self._ttl_ms, OVERHEAD, *more]
+        async with self._connections:
+            return await script(keys=self._keys, args=args)
+
+
+def owner(caller: Caller | None, cache_salt: str | None) -> str:
+    """Return the salt of what a caller stores with this `cache_salt`, and may read."""
+    salt = cache_salt or ""
+    return salt if caller is None else f"{caller.secret}.{salt}"
 
 
 def key(id_: str, salt: str) -> bytes:

@@ -3,30 +3,29 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
-from starlette.types import ASGIApp
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.keys.keyring import Caller
-from kvroute.router.api.calls import RESPONSES
-from kvroute.router.api.response_object import DATA, Members, encode, members
-from kvroute.router.background.events import END, NUMBER, Events
-from kvroute.router.background.own_request import ask
-from kvroute.store.connection import REDIS_ERRORS
-from kvroute.store.conversations.background import (
+from kvroute.features.responses.background.events import END, NUMBER, Events
+from kvroute.features.responses.background.own_request import ask
+from kvroute.features.responses.response_items import DATA
+from kvroute.features.responses.stores.background_store import (
     BackgroundBody,
-    BackgroundStore,
     Head,
     Record,
     Status,
 )
-from kvroute.store.conversations.leased_values import TooLongError
+from kvroute.features.responses.stores.leased_values import TooLongError
+from kvroute.router.api.json_members import Members, encode, members
+from kvroute.store.connection import REDIS_ERRORS
+
+if TYPE_CHECKING:
+    from kvroute.features.responses.background.background_responses import BackgroundResponses
 
 log = logging.getLogger("kvroute.background")
 
@@ -44,30 +43,21 @@ class LostRunError(Exception):
     """The response was cancelled, deleted or taken over by another router."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunEnvironment:
-    """What all runs of this router use."""
-
-    store: BackgroundStore
-    application: Callable[[], ASGIApp]
-    caller: Callable[[BackgroundBody], Caller | None]
-    may_run: Callable[[BackgroundBody], bool]
-    ttl_s: float  # a request that no replica has taken for this many seconds fails
-
-
 class BackgroundRun:
-    """One run of a response."""
+    """One run of a response.
 
-    def __init__(self, environment: RunEnvironment, record: Record, body: BackgroundBody) -> None:
-        """Prepare a run.
+    Args:
+        service: the background responses of this router.
+        record: the response, which this router has claimed.
+        body: what the response is made of.
+    """
 
-        Args:
-            environment: what all runs use.
-            record: the response, which this router has claimed.
-            body: what the response is made of.
-        """
-        self._environment = environment
-        self._store = environment.store
+    def __init__(
+        self, service: "BackgroundResponses", record: Record, body: BackgroundBody
+    ) -> None:
+        self._service = service
+        self._store = service.store
+        self.key = record.key
         self._record = record
         self._body = body
         self._events = Events(record.head.events)
@@ -78,11 +68,6 @@ class BackgroundRun:
         self._unsure: tuple[Head, int] | None = None
         self._refusal = b""  # the body of a response with an error
         self._status, self._headers = 0, dict[str, str]()
-
-    @property
-    def key(self) -> bytes:
-        """Return the response's key."""
-        return self._record.key
 
     async def run(self) -> Status | None:
         """Run the response to its end.
@@ -111,23 +96,22 @@ class BackgroundRun:
 
     async def _ask(self) -> tuple[Status, Members]:
         """Send the request until a replica has answered it; return the response's last state."""
-        environment, body = self._environment, self._body
+        service, body = self._service, self._body
         request = {**members(body.request), "stream": True, "request_id": body.id}
         pause_s = AGAIN_S
-        while environment.may_run(body):
+        while service.may_run(body):
             self._refusal = b""
             await ask(
-                environment.application(),
-                RESPONSES,
+                service.application,
                 encode(request),
                 headers=body.headers,
-                caller=environment.caller(body),
+                caller=service.caller(body),
                 started=self._started,
                 received=self._received,
             )
             if self._status == 200:
                 return self._answered()
-            is_late = self._store.clock.now_s() > body.created_at + environment.ttl_s
+            is_late = self._store.clock.now_s() > body.created_at + service.store.ttl_s
             if self._status not in BUSY or is_late:
                 return self._failed(_error(self._refusal))
             await asyncio.sleep(_seconds(self._headers.get("retry-after"), pause_s))

@@ -13,26 +13,28 @@ import msgspec
 from msgspec.structs import replace
 from starlette.types import ASGIApp
 
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
-from kvroute.keys.keyring import Caller, tenant_of
-from kvroute.keys.watched import WatchedKeys
-from kvroute.process.exposition import Readings
-from kvroute.router.api.calls import Call
-from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.api.response_object import Members, encode, members
-from kvroute.router.background.events import after
-from kvroute.router.background.run import BackgroundRun, RunEnvironment
-from kvroute.router.background.shared_reads import SharedReads
-from kvroute.settings.router import RouterSettings
-from kvroute.store.connection import REDIS_ERRORS, connect
-from kvroute.store.conversations.background import (
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.responses.background.background_run import BackgroundRun
+from kvroute.features.responses.background.events import after
+from kvroute.features.responses.background.shared_reads import SharedReads
+from kvroute.features.responses.response_options import ResponseOptions
+from kvroute.features.responses.stores.background_store import (
     BackgroundBody,
     BackgroundStore,
     Head,
     Record,
     Status,
 )
-from kvroute.store.conversations.leased_values import TooLongError, key
+from kvroute.features.responses.stores.leased_values import TooLongError, key, owner
+from kvroute.features.router_service import RouterService
+from kvroute.keys.keyring import Caller, tenant_of
+from kvroute.keys.watched import WatchedKeys
+from kvroute.process.exposition import Readings
+from kvroute.router.api.calls import Call
+from kvroute.router.api.errors import ApiError, needing_redis
+from kvroute.router.api.json_members import Members, encode, members
+from kvroute.router.serving.router_base import RouterBase
+from kvroute.store.connection import REDIS_ERRORS, connect
 
 log = logging.getLogger("kvroute.background")
 
@@ -52,51 +54,37 @@ FAILED = b"event: response.failed\n"  # beginning of the last event of a respons
 OWN_HEADERS = ("x-request-id", "x-api-key", "x-forwarded-for", "x-forwarded-proto", "x-real-ip")
 
 
-class BackgroundResponses:
-    """All background responses of a cluster, as one router reads, changes and runs them."""
+class BackgroundResponses(RouterService):
+    """All background responses of a cluster, as one router reads, changes and runs them.
+
+    Args:
+        router_id: the id of this router.
+        store: the responses in Redis. A request that no replica takes in its `ttl_s` fails.
+        keys: the API keys; None: there are none.
+    """
+
+    name = "responses"
 
     def __init__(
-        self, router_id: str, store: BackgroundStore, *, keys: WatchedKeys | None, ttl_s: float
+        self, router_id: str, store: BackgroundStore, keys: WatchedKeys | None = None
     ) -> None:
-        """Prepare the service; `start` starts it.
-
-        Args:
-            router_id: the id of this router.
-            store: the responses in Redis.
-            keys: the API keys; None: there are none.
-            ttl_s: seconds until a request that no replica takes fails.
-        """
-        self.application: ASGIApp | None = None  # set when the router has built it
         self.ended = Counter[str](dict.fromkeys(get_args(Status)[2:], 0))  # by their last status
         self._router_id = router_id
-        self._store = store
+        self.store = store
         self._keys = keys
         self._runs: dict[bytes, tuple[BackgroundRun, asyncio.Task[None]]] = {}
         # Responses of other routers: KEY -> their state, and when this router has first seen it.
         self._seen: dict[bytes, tuple[Head, float]] = {}
         # Reads for the clients that stream responses.
         self._heads, self._events = SharedReads[Head | None](), SharedReads[bytes | None]()
-        self._watching: asyncio.Task[None] | None = None
-        self._environment = RunEnvironment(
-            store,
-            application=self._own_application,
-            caller=self._caller,
-            may_run=lambda body: keys is None or self._caller(body) is not None,
-            ttl_s=ttl_s,
-        )
 
-    def start(self, readings: Readings | None) -> None:
-        """Start to look for responses that nobody runs.
+    def attach(self, application: ASGIApp) -> None:
+        self.application = application
 
-        Args:
-            readings: gets the metrics of background responses; None: there are no metrics.
-        """
-        self._watching = asyncio.create_task(self._watch())
-        if readings:
-            self.export(readings)
+    def start(self) -> None:
+        self.running = [asyncio.create_task(self._watch())]
 
-    def export(self, readings: Readings) -> None:
-        """Export the metrics of background responses."""
+    def metrics(self, readings: Readings) -> None:
         readings.gauge(
             "kvroute_background_responses_running",
             "Background responses that this router runs.",
@@ -110,16 +98,10 @@ class BackgroundResponses:
             lambda: self.ended,
         )
 
-    def check(self) -> None:
-        """Raise the error of the task that looks for responses, if it has ended."""
-        watching = self._watching
-        if watching is not None and watching.done() and not watching.cancelled():
-            watching.result()
-
     async def stop(self) -> None:
         """Stop all runs, and let other routers run the responses."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self.running:
+            task.cancel()
         runs, self._runs = self._runs, {}
         for _, task in runs.values():
             task.cancel()
@@ -132,14 +114,13 @@ class BackgroundResponses:
 
         Args:
             call: the request, which a replica would accept.
-            headers: the request's headers.
 
         Raises:
             ApiError: too many responses have not ended, or Redis cannot be used.
         """
         tenant = tenant_of(call.caller)
         with needing_redis():
-            tenants = list((await self._store.open()).values())
+            tenants = list((await self.store.open()).values())
         if len(tenants) >= MAX_OPEN or (tenant and tenants.count(tenant) >= MAX_OPEN_OF_TENANT):
             limit = MAX_OPEN if len(tenants) >= MAX_OPEN else MAX_OPEN_OF_TENANT
             raise ApiError(
@@ -148,7 +129,7 @@ class BackgroundResponses:
                 "have ended, or cancel them",
                 code="overloaded",
             )
-        id_, created_at = f"resp_{uuid.uuid4().hex}", int(self._store.clock.now_s())
+        id_, created_at = f"resp_{uuid.uuid4().hex}", int(self.store.clock.now_s())
         body = BackgroundBody(
             id_,
             tenant,
@@ -160,7 +141,9 @@ class BackgroundResponses:
         )
         head = Head("queued", router=self._router_id, attempts=1)
         with needing_redis():
-            record = await self._store.create(key(id_, call.owner), head, body)
+            record = await self.store.create(
+                key(id_, owner(call.caller, call.body.get("cache_salt"))), head, body
+            )
         if not isinstance(record, Record):
             raise ApiError(
                 413,
@@ -171,14 +154,9 @@ class BackgroundResponses:
         return record
 
     async def find(self, id_: str, salt: str) -> Record | None:
-        """Return a response; None if there is no background response with this id.
-
-        Args:
-            id_: the response's id.
-            salt: the salt of its owner.
-        """
+        """Return a response; None if its owner, who has this salt, has none with this id."""
         with needing_redis():
-            return await self._store.read(key(id_, salt))
+            return await self.store.read(key(id_, salt))
 
     def shown(self, record: Record) -> Members:
         """Return the response object of a response.
@@ -187,7 +165,7 @@ class BackgroundResponses:
             ApiError: it cannot be read.
         """
         try:
-            response = members(record.body(self._store.max_part_bytes).response)
+            response = members(record.body(self.store.max_part_bytes).response)
         except (*DECODE_ERRORS, TooLongError):
             raise ApiError(404, "the response cannot be read", code="not_found") from None
         shown: dict[str, Any] = {"status": record.head.status}
@@ -200,11 +178,11 @@ class BackgroundResponses:
         while record.head.is_open:
             head = replace(record.head, status="cancelled", router="", beats=record.head.beats + 1)
             with needing_redis():
-                changed = await self._store.replace(record, head)
+                changed = await self.store.replace(record, head)
                 if changed is not None:
                     self.ended["cancelled"] += 1
                     return changed
-                found = await self._store.read(record.key)
+                found = await self.store.read(record.key)
             if found is None:
                 raise ApiError(404, "the response was deleted meanwhile", code="not_found")
             record = found
@@ -213,7 +191,7 @@ class BackgroundResponses:
     async def delete(self, id_: str, salt: str) -> bool:
         """Delete a response, which also cancels it; return whether there was one."""
         with needing_redis():
-            return await self._store.delete(key(id_, salt))
+            return await self.store.delete(key(id_, salt))
 
     async def stream(self, record: Record, number: int) -> AsyncIterator[bytes]:
         """Yield the events of a response with a higher number than this, until the response ends.
@@ -225,7 +203,7 @@ class BackgroundResponses:
         head, chunk, events = record.head, 0, b""
         while True:
             while chunk < head.chunks:
-                read = partial(self._store.events, record.key, chunk)
+                read = partial(self.store.events, record.key, chunk)
                 events = _there(await self._events.result((record.key, chunk), read))
                 for event in after(events, number):
                     yield event
@@ -240,7 +218,7 @@ class BackgroundResponses:
     async def _later(self, found: bytes) -> Head | None:
         """Return the state of a response after a pause."""
         await asyncio.sleep(POLL_S)
-        return await self._store.head(found)
+        return await self.store.head(found)
 
     async def _watch(self) -> None:
         """Run the responses that nobody runs, until cancelled."""
@@ -253,14 +231,14 @@ class BackgroundResponses:
 
     async def _look(self) -> None:
         """Look at each response once, and run those whose routers do not."""
-        open_ = await self._store.open()
+        open_ = await self.store.open()
         self._seen = {found: seen for found, seen in self._seen.items() if found in open_}
         for found in open_.keys() - self._runs.keys():
-            head = await self._store.head(found)
+            head = await self.store.head(found)
             if head is None or not head.is_open:
-                await self._store.forget(found)
+                await self.store.forget(found)
             elif self._is_abandoned(found, head):
-                record = await self._store.read(found)
+                record = await self.store.read(found)
                 if record is not None and record.head == head:
                     await self._claim(record)
 
@@ -273,9 +251,9 @@ class BackgroundResponses:
     async def _claim(self, record: Record) -> None:
         """Run a response if no other router begins to."""
         try:
-            body = record.body(self._store.max_part_bytes)
+            body = record.body(self.store.max_part_bytes)
         except (*DECODE_ERRORS, TooLongError):
-            await self._store.forget(record.key)
+            await self.store.forget(record.key)
             return
         head = record.head
         is_last = head.attempts >= MAX_ATTEMPTS
@@ -286,12 +264,12 @@ class BackgroundResponses:
             beats=head.beats + 1,
             attempts=head.attempts + 1,
         )
-        claimed = await self._store.replace(record, changed)
+        claimed = await self.store.replace(record, changed)
         if claimed is not None and not is_last:
             self._run(claimed, body)
 
     def _run(self, record: Record, body: BackgroundBody) -> None:
-        run = BackgroundRun(self._environment, record, body)
+        run = BackgroundRun(self, record, body)
         task = asyncio.create_task(self._ran(run))
         self._runs[record.key] = run, task
         task.add_done_callback(partial(self._forget, record.key))
@@ -306,31 +284,23 @@ class BackgroundResponses:
         if (status := await run.run()) is not None:
             self.ended[status] += 1
 
-    def _own_application(self) -> ASGIApp:
-        assert self.application is not None
-        return self.application
+    def caller(self, body: BackgroundBody) -> Caller | None:
+        """Return the tenant for which a request counts; None: there is none."""
+        keyring = self._keys.keyring() if self._keys is not None else None
+        return keyring.tenant(body.tenant, body.priority) if keyring else None
 
-    def _caller(self, body: BackgroundBody) -> Caller | None:
-        if self._keys is None:
-            return None
-        return self._keys.keyring().tenant(body.tenant, body.priority)
+    def may_run(self, body: BackgroundBody) -> bool:
+        """Return whether the tenant of a request still has a key, if there are keys."""
+        return self._keys is None or self.caller(body) is not None
 
 
-def background_responses(
-    router_id: str, settings: RouterSettings, keys: WatchedKeys | None, unreadable: Unreadable
-) -> BackgroundResponses | None:
+def background_responses(base: RouterBase, keys: WatchedKeys | None) -> BackgroundResponses | None:
     """Return the service of a router; None if the cluster does not store responses."""
-    if not settings.response_store_mb:
+    options = base.settings.of(BackgroundResponses.name, ResponseOptions)
+    if not options.response_store_mb:
         return None
-    store = BackgroundStore(
-        connect(settings.redis_url),
-        cluster=settings.cluster,
-        unreadable=unreadable,
-        limit_bytes=settings.response_store_mb << 20,
-        ttl_s=settings.response_ttl_s,
-        max_bytes=settings.max_body_mb << 20,
-    )
-    return BackgroundResponses(router_id, store, keys=keys, ttl_s=settings.response_ttl_s)
+    store = BackgroundStore.opened(base, options, connect(base.settings.redis_url))
+    return BackgroundResponses(base.router_id, store, keys)
 
 
 def _there(found: T | None) -> T:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.response_object import DATA, OBJECT, Members, encode, members
-from kvroute.store.conversations.background import Status
+from kvroute.features.responses.response_items import DATA, OBJECT
+from kvroute.features.responses.stores.background_store import Status
+from kvroute.router.api.json_members import Members, encode, members
 
 NUMBER = "sequence_number"  # the member of an event that counts the events of a response
 END = b"\n\n"  # the end of an event

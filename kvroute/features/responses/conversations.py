@@ -12,12 +12,18 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from kvroute.features.responses import LOCKED
+from kvroute.features.responses.conversation_bodies import ConversationBody, ItemsBody
+from kvroute.features.responses.response_items import with_parts
+from kvroute.features.responses.stores.conversation_store import (
+    ConversationStore,
+    Found,
+    StoredConversation,
+)
+from kvroute.features.responses.stores.response_store import joined
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES, values_in
 from kvroute.router.api.errors import ApiError, needing_redis, shown
-from kvroute.router.api.response_object import encode, with_parts
-from kvroute.router.conversations.bodies import ConversationBody, ItemsBody
-from kvroute.store.conversations.objects import ConversationStore, Found, StoredConversation
-from kvroute.store.conversations.responses import joined
+from kvroute.router.api.json_members import encode
 
 TRIES = 8  # how often a change is tried if other requests change the conversation as well
 PREFIX = "conv_"  # beginning of a conversation's id
@@ -90,9 +96,6 @@ class ConversationObjects:
         """Add items at the end of a conversation.
 
         Args:
-            id_: the conversation's id.
-            salt: the salt of its owner.
-            items: the items.
             encoded: the items as a JSON array.
             is_limited: raise an ApiError if a response could not have so many items as its input.
         """
@@ -156,7 +159,7 @@ class ConversationObjects:
             409,
             f"other requests change the conversation {shown(id_)} all the time; send the request "
             "again",
-            code="conversation_locked",
+            code=LOCKED,
         )
 
 

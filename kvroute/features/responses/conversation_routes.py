@@ -3,19 +3,18 @@
 A conversation can only be used with the API key and the `cache_salt` that it was created with.
 """
 
-from operator import itemgetter
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.features.responses.continuing import OPTION
+from kvroute.features.responses.conversation_bodies import ConversationBody, ItemsBody, MetadataBody
+from kvroute.features.responses.conversations import ConversationObjects
+from kvroute.features.responses.response_routes import Salt, page, stores_of
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import ApiError
-from kvroute.router.conversations.bodies import ConversationBody, ItemsBody, MetadataBody
-from kvroute.router.conversations.continuing import OPTION
-from kvroute.router.conversations.objects import ConversationObjects
-from kvroute.router.endpoints.pages import Page, in_order, page_of
-from kvroute.router.endpoints.response_routes import MAX_LISTED, Salt
+from kvroute.router.endpoints.pages import Page
 from kvroute.router.serving.models import Served
 
 CONVERSATIONS = "/v1/conversations"
@@ -32,9 +31,8 @@ async def _objects(models: Served) -> ConversationObjects:
     Raises:
         ApiError: this server does not store conversations.
     """
-    for model in models.all:
-        if model.conversations is not None:
-            return model.conversations.objects
+    if stores := stores_of(models):
+        return stores[0].objects
     raise ApiError(
         404,
         f"this server does not store conversations; start it with {OPTION}",
@@ -90,10 +88,7 @@ async def list_items(
     conversation_id: str, request: Request, objects: Objects, salt: Salt
 ) -> Response:
     """Return the items of a conversation, the newest first."""
-    query = request.query_params
-    ordered = in_order(await objects.items(conversation_id, salt), query)
-    page = page_of(ordered, query, id_of=itemgetter("id"), default=20, most=MAX_LISTED)
-    return JSONResponse(page.as_object(page.items))
+    return page(await objects.items(conversation_id, salt), request)
 
 
 @routes.get(ITEM)

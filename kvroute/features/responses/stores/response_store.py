@@ -16,10 +16,11 @@ import msgspec
 
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
-from kvroute.store.connection import with_timeout
-from kvroute.store.conversations.leased_scripts import READ
-from kvroute.store.conversations.leased_values import (
+from kvroute.features.responses import RESPONSE
+from kvroute.features.responses.stores.leased_scripts import READ
+from kvroute.features.responses.stores.leased_values import (
     KEY_BYTES,
+    SECOND,
     LeasedStore,
     TooLongError,
     decompressed,
@@ -27,6 +28,7 @@ from kvroute.store.conversations.leased_values import (
     packed,
     unpacked,
 )
+from kvroute.store.connection import with_timeout
 
 ROOT = bytes(KEY_BYTES)  # stands for the previous KEY in a conversation's first response
 MAX_LINKS = 1000  # maximum number of responses in one conversation
@@ -61,7 +63,7 @@ class Responses(LeasedStore):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.counts = Counter[str](dict.fromkeys(get_args(Outcome), 0))
-        self._read = self.values.script(READ)
+        self._read = self.client.register_script(READ)
 
     @with_timeout
     async def put(
@@ -78,15 +80,13 @@ class Responses(LeasedStore):
         already stored under the id, that one is kept, and the new one is not stored.
 
         Args:
-            id: the response's id.
-            salt: the cache salt of its owner.
             previous_id: id of the previous response; None: this one is the first.
             turn: the items that the response adds to the conversation.
             response: JSON of the response, as the client gets it.
         """
         previous_key = ROOT if previous_id is None else key(previous_id, salt)
         first = previous_key + await packed(encode(turn))
-        outcome = await self.values.put(key(id, salt), first, await packed(response))
+        outcome = await self.put_value(key(id, salt), first, await packed(response))
         self.counts[outcome] += 1
         return outcome
 
@@ -97,13 +97,13 @@ class Responses(LeasedStore):
         The list is empty if a turn is missing, expired or unreadable. The lease of all these
         responses is extended to `ttl_s` from now. Raises TooLongError.
         """
-        values = await self.values.run(self._read, key(id, salt), MAX_LINKS, self.max_bytes)
+        values = await self.run(self._read, key(id, salt), MAX_LINKS, self.max_bytes)
         if values == b"long":
             raise TooLongError
         try:
             return (await unpacked(_unpack_turns, values, self.max_bytes))[::-1]
         except DECODE_ERRORS as error:
-            self.unreadable.add("response", id, error)
+            self.unreadable.add(RESPONSE, id, error)
             return []
 
     @with_timeout
@@ -112,18 +112,18 @@ class Responses(LeasedStore):
 
         Its lease is extended to `ttl_s` from now.
         """
-        if not (packed_response := await self.values.second(key(id, salt))):
+        if not (packed_response := await self.part(key(id, salt), SECOND)):
             return None
         try:
             return await unpacked(_unpack_response, [packed_response], self.max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
-            self.unreadable.add("response", id, error)
+            self.unreadable.add(RESPONSE, id, error)
             return None
 
     @with_timeout
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
         """Delete a response; return whether there was one."""
-        return await self.values.delete(key(id, salt))
+        return await self.delete_value(key(id, salt))
 
 
 def _unpack_turns(values: Sequence[bytes], max_bytes: int) -> list[StoredTurn]:

@@ -1,0 +1,34 @@
+"""What the core learns from the entry of stored responses."""
+
+import pytest
+
+from kvroute.features.responses import StoredResponses
+from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
+from kvroute.router.api.errors import ApiError
+from kvroute.router.middleware.access import roles_for
+from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_base, fake_parts
+from tests.support.routes import routes
+
+BODY = b'{"model": "m", "input": "Hi", "messages": [], "background": true}'
+
+
+def test_a_key_with_the_role_use_can_use_all_routes() -> None:
+    each = list(routes(StoredResponses().routes()))
+    assert len(each) == 12
+    assert {roles_for(method, path) for method, path in each} == {("use",)}
+
+
+def test_only_responses_can_run_in_the_background() -> None:
+    assert parse_call(RESPONSES, BODY).body["background"] is True
+    with pytest.raises(ApiError, match="background is true, which is not supported"):
+        parse_call(CHAT_COMPLETIONS, BODY)
+
+
+def test_only_calls_of_responses_are_extended_and_run_if_responses_are_stored() -> None:
+    prompts = builtin_prompts()
+    assert list(fake_parts(prompts).extending) == [RESPONSES]
+    prompts.close()
+    assert StoredResponses().service(fake_base(), None) is None
+    service = StoredResponses().service(fake_base(features=FEATURES_ON), None)
+    assert service is not None
+    assert service.name == StoredResponses.name
