@@ -171,17 +171,6 @@ class Replica:
             await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
-    async def _end_session(self, session: bytes, rank: int) -> bytes:
-        """End a session. `session` is its number: 8 bytes, little endian.
-
-        Raises:
-            ValueError: `session` does not have 8 bytes.
-        """
-        if len(session) != 8:
-            raise ValueError(f"a session's number has 8 bytes, not {len(session)}")
-        await self._ranks[rank].engine.end_session(int.from_bytes(session, "little"))
-        return b""
-
     async def _audit(self, _: bytes, rank: int) -> bytes:
         """Compare the engine's blocks with the rank's block table and with the index.
 
@@ -285,7 +274,6 @@ class Replica:
             "canary": self._canary,
             "render": self._render,
             "http": self._http,
-            "end_session": self._end_session,
             "pull": self._pull,
             "unstarted": self._unstarted,
         }

@@ -28,7 +28,6 @@ from kvroute.router.endpoints import (
     docs_routes,
     missing_routes,
     openai_routes,
-    session_routes,
     ui_routes,
 )
 from kvroute.router.middleware.access import Access
@@ -50,7 +49,7 @@ log = logging.getLogger("kvroute.ingress")
 LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with HTTP routes of the core
-    *(openai_routes, session_routes, cluster_routes, docs_routes, ui_routes),
+    *(openai_routes, cluster_routes, docs_routes, ui_routes),
 )
 
 

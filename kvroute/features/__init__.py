@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvroute.contract.error_codes import CODES, Code, FeatureCode
-from kvroute.features import adapters, audio, batches, prefixes, responses, seats
+from kvroute.features import adapters, audio, batches, prefixes, responses, seats, sessions
 from kvroute.features.feature import Feature, Paths, RefusalText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
@@ -13,6 +13,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     batches.Batching(),
     audio.Audio(),
     responses.StoredResponses(),
+    sessions.SessionEnds(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)

@@ -47,6 +47,12 @@ class PlacingFeature:
     def over(self, attempt: "Attempt") -> None:
         """Record the end of an attempt that `begun` got."""
 
+    def last_over(self, attempt: "Attempt") -> None:
+        """Record the end of an attempt of this router with a session's last request.
+
+        The client has declared that it is the last one.
+        """
+
     def session_ended(self, session: int) -> None:
         """Record that a client has declared the end of a session."""
 
@@ -91,6 +97,9 @@ class PlacingFeatures:
         )
         self.begun: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.begun)
         self.over: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.over)
+        self.last_over: list[Callable[[Attempt], None]] = own_methods(
+            features, PlacingFeature.last_over
+        )
         self.session_ended: list[Callable[[int], None]] = own_methods(
             features, PlacingFeature.session_ended
         )

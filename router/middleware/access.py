@@ -32,8 +32,7 @@ OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
-    *("/v1/route", "/v1/sessions"),
-    *PATHS.use,
+    *("/v1/route", *PATHS.use),
 )
 # The role observe is needed.
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics", *PATHS.observe)

@@ -27,7 +27,6 @@ from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
-from kvroute.router.dispatch.ended_sessions import EndedSessions
 from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.index.feed import Feed
@@ -111,13 +110,10 @@ class Parts:
         self.blamed = PoisonList(self.publisher.blamed)
 
         # The fleet, and the observers of its requests.
-        self.ended_sessions = EndedSessions()
         self.telemetry = Telemetry(
             router_id,
             settings,
-            additional=RequestObservers(
-                self.publisher, wake, *self.line_wakes, self.ended_sessions
-            ),
+            additional=RequestObservers(self.publisher, wake, *self.line_wakes),
             lasting=self.accounts,
             ranks=lambda: len(self.liveness.trusted()),
         )

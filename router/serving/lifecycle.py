@@ -67,7 +67,6 @@ class Lifecycle:
             "unstarted": parts.dispatcher.unstarted.run(),
             "hand-over": parts.hand_over.run(),
             "neighbours": parts.neighbours.run(),
-            "ended sessions": parts.ended_sessions.run(parts.links),
         }
         if parts.recorder is not None:
             coroutines["recorder"] = parts.recorder.run()

@@ -25,7 +25,6 @@ from kvroute.features.expanded import Expanded
 from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
-from kvroute.router.dispatch.ended_sessions import end_session
 from kvroute.router.dispatch.generation import Generation, StartPrompt
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.observability import request_spans
@@ -157,23 +156,6 @@ class RequestHandler:
         length = self._parts.max_model_len()
         prompts = await scored_prompts(scoring, self._parts.tokenizer, max_model_len=length)
         return completion(scoring, raw, prompts)
-
-    async def end_session(self, session: int) -> dict[str, str]:
-        """Record that a client has declared the end of a session, and report it to all replicas.
-
-        Replicas evict the session's blocks first. They get no report if many sessions continued
-        after clients had declared their end.
-
-        Returns:
-            The replicas' ranks that did not confirm the report: id -> reason.
-        """
-        self._parts.fleet.end_session(session)
-        for wake in self._parts.line_wakes:
-            wake.set()
-        self._parts.publisher.session_ended(session)
-        if not self._parts.fleet.returns.trusts_ends:
-            return {}
-        return await end_session(self._parts.links, session)
 
     def _with_prompts(
         self, context: RequestContext, expanded: Expanded, rendered: RenderedCall

@@ -34,7 +34,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
         "GET /version",
     ],
     "use": [
-        "DELETE /v1/sessions/{session_id:path}",
         "POST /classify",
         "POST /detokenize",
         "POST /generative_scoring",

@@ -16,13 +16,14 @@ from fastapi import FastAPI
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint, SessionTurn
+from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.sessions import SessionEnds, router_sessions
+from kvroute.features.sessions.replica_sessions import ReplicaSessions
+from kvroute.features.sessions.router_sessions import EndedSessions, report_end
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import session_number
-from kvroute.router.dispatch import ended_sessions
-from kvroute.router.dispatch.ended_sessions import EndedSessions, end_session
-from kvroute.router.endpoints.session_routes import routes
 from kvroute.router.ingress import _refuse
 from kvroute.router.middleware.access import Access
 from kvroute.router.placement.attempts import RequestContext
@@ -59,19 +60,19 @@ class Replicas:
 async def test_the_end_of_a_session_is_reported_to_every_rank() -> None:
     replicas = Replicas("a", "b", ranks=2)
     async with replicas.wired as wired:
-        assert await end_session(wired.links, LONGEST) == {}
+        assert await report_end(wired.links, LONGEST) == {}
     assert sorted(replicas.reported) == sorted(2 * [(LONGEST, 0), (LONGEST, 1)])
 
 
 async def test_replicas_that_do_not_confirm_the_end_are_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ended_sessions, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(router_sessions, "TIMEOUT_S", 0.05)
     replicas = Replicas("a", "b")
     async with replicas.wired as wired:
         wired.servers["a"].methods = {}
         replicas.hang = True
-        found = await end_session(wired.links, 5)
+        found = await report_end(wired.links, 5)
     assert "has no method 'end_session'" in found["a"]
     assert "no answer within 0.05 s" in found["b"]
 
@@ -81,7 +82,8 @@ async def test_replicas_that_do_not_confirm_the_end_are_returned(
 )
 async def test_the_end_of_a_last_request_is_reported_to_all_replicas(said: SessionHints) -> None:
     replicas, ended = Replicas("a", "b"), EndedSessions()
-    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=ended)
+    features = PlacingFeatures([ended])
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), features=features)
     async with replicas.wired as wired:
         running = asyncio.create_task(ended.run(wired.links))
         context = RequestContext(time.monotonic(), hints=said)
@@ -100,7 +102,7 @@ async def test_the_end_of_a_last_request_is_reported_to_all_replicas(said: Sessi
 async def test_ended_sessions_that_wait_to_be_reported_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ended_sessions, "MAX_WAITING", 3)
+    monkeypatch.setattr(router_sessions, "MAX_WAITING", 3)
     ended = EndedSessions()
     for session in range(1, 9):
         turn = SessionTurn(Fingerprint(session), session, 1, is_last=True)
@@ -108,9 +110,24 @@ async def test_ended_sessions_that_wait_to_be_reported_are_bounded(
             retention = Retention(turn, RetentionHint(Order(order), session))
             context = RequestContext(0.0, retention=retention)
             attempt: Any = SimpleNamespace(context=context, is_over=is_over)
-            ended.ended(attempt)
+            ended.last_over(attempt)
             assert bool(ended._waiting) == (session > 1 or (is_over and order == Order.ENDED))
     assert [*ended._waiting] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("length", [0, 7, 9, 1_000_000])
+async def test_a_sessions_number_has_eight_bytes(length: int) -> None:
+    ended: list[int] = []
+
+    async def end(session: int) -> None:
+        ended.append(session)
+
+    rank: Any = SimpleNamespace(engine=SimpleNamespace(end_session=end))
+    method = ReplicaSessions([rank]).methods()["end_session"]
+    await method(LONGEST.to_bytes(8, "little"), 0)
+    with pytest.raises(ValueError, match=f"8 bytes, not {length}"):
+        await method(bytes(length), 0)
+    assert ended == [LONGEST]
 
 
 def chain(*ends: int) -> list[Fingerprint]:
@@ -140,7 +157,8 @@ class Application:
         models._started = 0
         http: Any = FastAPI()
         http.state.models, http.state.limits = models, None
-        http.include_router(routes)
+        for routes in SessionEnds().routes():
+            http.include_router(routes)
         http.exception_handler(ApiError)(_refuse)
         if keyring is not None:
             http.add_middleware(Access, keys=lambda: keyring, refused=lambda error: None)
@@ -158,7 +176,7 @@ class Application:
             variant=lambda given, tenant="": "" if given == name else None,
             settings=SimpleNamespace(adapters=(), model="m"),
             status=SimpleNamespace(max_model_len=None),
-            requests=SimpleNamespace(end_session=end),
+            feature=lambda kind: SimpleNamespace(end=end),
         )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.features.sessions.router_sessions import EndedSessions
 from kvroute.keys.keyring import salted
 from kvroute.router.api.sessions import checked_id, session_number
 from kvroute.router.endpoints.limited import entered, leaving
@@ -33,7 +34,9 @@ async def end_session(
     selected = models.all if model is None else [models.select(model)]
     number = session_number(salted(caller_of(request), salt), session_id)
     with leaving(entered(request)):
-        errors = await asyncio.gather(*(served.requests.end_session(number) for served in selected))
+        errors = await asyncio.gather(
+            *(served.feature(EndedSessions).end(number) for served in selected)
+        )
     unanswered = {rank: reason for by_rank in errors for rank, reason in by_rank.items()}
     ended = {"id": session_id, "object": "session", "deleted": True, "unanswered": unanswered}
     return JSONResponse(ended)

@@ -1,0 +1,91 @@
+"""Reports ended sessions to all replicas, since several may hold blocks of a session."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvroute.contract.keep import Order
+from kvroute.features.router_feature import RouterFeature
+from kvroute.router.connections.links import Links, UnansweredError
+
+if TYPE_CHECKING:
+    from kvroute.router.placement.attempts import Attempt
+    from kvroute.router.serving.assembly import Parts
+
+TIMEOUT_S = 2.0  # seconds for a replica to confirm that a session has ended
+# Ended sessions that wait to be reported. Further ones are not reported, so only the replica that
+# got the session's last request knows that the session has ended.
+MAX_WAITING = 1000
+PARALLEL = 16  # sessions that are reported at the same time
+
+
+class EndedSessions(RouterFeature):
+    """Reports the sessions that clients have ended, with a request of their own or with the last.
+
+    If too many of a client's declarations are wrong, they are ignored, and its sessions are not
+    reported.
+    """
+
+    name = "sessions"
+    _parts: "Parts"  # from `attach` on
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, None] = {}  # sessions whose end is to be reported, in order
+        self._has_some = asyncio.Event()
+
+    def attach(self, parts: "Parts") -> None:
+        self._parts = parts
+
+    def tasks(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        return {"ended sessions": self.run(self._parts.links)}
+
+    def last_over(self, attempt: "Attempt") -> None:
+        retention = attempt.context.retention
+        if retention is None or not attempt.is_over or len(self._waiting) >= MAX_WAITING:
+            return
+        if retention.keep.order == Order.ENDED:
+            self._waiting[retention.turn.session] = None
+            self._has_some.set()
+
+    async def end(self, session: int) -> dict[str, str]:
+        """Record that a client has declared the end of a session, and report it to all replicas.
+
+        Replicas evict the session's blocks first. They get no report if many sessions continued
+        after clients had declared their end.
+
+        Returns:
+            The replicas' ranks that did not confirm the report: id -> reason.
+        """
+        parts = self._parts
+        parts.fleet.end_session(session)
+        for wake in parts.line_wakes:
+            wake.set()
+        parts.publisher.session_ended(session)
+        return await report_end(parts.links, session) if parts.fleet.returns.trusts_ends else {}
+
+    async def run(self, links: Links) -> None:
+        """Report ended sessions to the replicas until cancelled."""
+        while True:
+            await self._has_some.wait()
+            sessions = [*self._waiting][:PARALLEL]
+            await asyncio.gather(*(report_end(links, session) for session in sessions))
+            for session in sessions:
+                self._waiting.pop(session)
+            if not self._waiting:
+                self._has_some.clear()
+
+
+async def report_end(links: Links, session: int) -> dict[str, str]:
+    """End a session on all ranks; return the ranks that did not confirm it: id -> reason."""
+    ranks = links.running()
+    reasons = await asyncio.gather(*(_report(links, rank, session) for rank in ranks))
+    return {rank: reason for rank, reason in zip(ranks, reasons, strict=True) if reason}
+
+
+async def _report(links: Links, rank: str, session: int) -> str:
+    """Report the end to a rank. Return why this failed; empty if the rank has confirmed it."""
+    try:
+        await links.call(rank, "end_session", session.to_bytes(8, "little"), within_s=TIMEOUT_S)
+    except UnansweredError as error:
+        return str(error)
+    return ""
