@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 
 from kvroute.contract.error_codes import CODES, Code, FeatureCode
-from kvroute.features import adapters, audio, batches, prefixes, responses, seats, sessions
+from kvroute.features import (
+    adapters,
+    audio,
+    batches,
+    changes,
+    prefixes,
+    responses,
+    seats,
+    sessions,
+)
 from kvroute.features.feature import Feature, Paths, RefusalText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
@@ -14,6 +23,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     audio.Audio(),
     responses.StoredResponses(),
     sessions.SessionEnds(),
+    changes.ChatChanges(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kvroute.process.exposition import Readings
     from kvroute.router.api.calls import Call
     from kvroute.router.serving.assembly import Parts
+    from kvroute.router.serving.rendering import RenderedCall
+    from kvroute.router.sessions.breaks import Break
 
 
 class RouterFeature(PlacingFeature):
@@ -83,6 +85,19 @@ class RouterFeature(PlacingFeature):
 
         Raises:
             ApiError: the call names a beginning that does not exist.
+        """
+        return None
+
+    def change(
+        self, expanded: "Expanded", rendered: "RenderedCall", variant: str, *, is_sent: bool
+    ) -> "Break | None":
+        """Return where a prompt differs from the earlier prompt of its chat.
+
+        The result is None if it does not differ, or if the call is not a chat.
+
+        Args:
+            variant: the variant of the model; see Scope.
+            is_sent: whether the prompt will be sent. Later prompts are then compared with it.
         """
         return None
 

@@ -20,9 +20,9 @@ Key = tuple[str, int]  # role of the place, and its token divided by NEAR
 class Place:
     """A place in prompts at which chats changed, and what these changes cost."""
 
-    role: str  # one of chats.PLACES
+    role: str  # see Break
     token: int  # first token that changed at this place
-    kind: str = ""  # kind of the text that changed, as in sessions/volatile.py
+    kind: str = ""  # kind of the text that changed; see Break
     tokens: int = 0  # prompt tokens that could have come from a cache without the change
     requests: int = 0  # requests with a change at this place
 

@@ -13,7 +13,6 @@ respond    serving/responding         writes the response to the client
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace as replace_fields
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,8 @@ from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
 from kvroute.features.expanded import Expanded
+from kvroute.features.own_methods import own_methods
+from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
@@ -30,16 +31,13 @@ from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.observability import request_spans
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
-from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.prompts.scored import scored_prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
 from kvroute.router.serving.responding import written
-from kvroute.router.sessions.breaks import Break, with_image_numbers
-from kvroute.router.sessions.chats import Chats
-from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
+from kvroute.router.sessions.breaks import Break
 
 # Generates the response to a call of which the core knows no prompt.
 Generating = Callable[[Call, RequestContext, Parts], Awaitable[Response]]
@@ -51,7 +49,7 @@ class RequestHandler:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._policy = parts.settings.policy
-        self._chats = Chats()
+        self._changes = own_methods(parts.features, RouterFeature.change)
         self._image_affinity = ImageAffinity()
         self._renderer = Renderer(
             parts.questions,
@@ -117,7 +115,7 @@ class RequestHandler:
         expanded = await self._parts.expand(call)
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.opening)
-        broken = self._broken(expanded, rendered, context.variant, self._chats.compare)
+        broken = self._broken(expanded, rendered, context.variant, is_sent=False)
         features = rendered.placed_features()
         receipts = []
         async for prompt in one_by_one(rendered.token_ids):
@@ -167,37 +165,16 @@ class RequestHandler:
             ready_s=time.monotonic(),
             prompts=len(rendered.token_ids),
             kept_tokens=opening.kept_tokens if opening and expanded.call.reads_cache else 0,
-            broken=self._broken(expanded, rendered, context.variant, self._chats.store),
+            broken=self._broken(expanded, rendered, context.variant, is_sent=True),
             features=rendered.placed_features(),
         )
 
     def _broken(
-        self,
-        expanded: Expanded,
-        rendered: RenderedCall,
-        variant: str,
-        compare: Callable[..., Break | None],
+        self, expanded: Expanded, rendered: RenderedCall, variant: str, *, is_sent: bool
     ) -> Break | None:
-        """Return where the prompt differs from the chat's earlier prompt.
-
-        The result is None if it does not differ, if the call is not a chat, or if its body has not
-        all messages of the chat.
-
-        Args:
-            compare: compares the chat with earlier chats; it may also record the chat.
-        """
-        call, opening = expanded.call, expanded.opening
-        messages = conversation(call.path, call.body)
-        if messages is None or expanded.has_more_messages:
-            return None
-        scope = f"{variant}|{opening.name if opening else ''}|{call.cache_salt}"
-        ids = with_image_numbers(rendered.token_ids[0], rendered.features)
-        broken = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
-        if broken and broken.difference.after.tokens <= MAX_TOKENS:
-            around = broken.difference.around(CONTEXT_TOKENS)
-            text = self._parts.tokenizer.decode(rendered.token_ids[0][around])
-            broken = replace_fields(broken, kind=kind_of(text))
-        return broken
+        """Return where the prompt differs from the chat's earlier prompt; see `change`."""
+        found = (change(expanded, rendered, variant, is_sent=is_sent) for change in self._changes)
+        return next(filter(None, found), None)
 
     async def _start(
         self,

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from kvroute.router.page.prompt_changes import KEPT, WORST, PromptChanges
 from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.sessions.breaks import Break, Difference, Span
-from kvroute.router.sessions.chats import PLACES
 
 SPAN = Span(4, "0a")
+ROLES = ["system", "user", "tools"]
 
 
 class Clock:
@@ -62,7 +62,7 @@ def test_changes_older_than_the_window_are_forgotten() -> None:
     assert worst(places) == []
 
 
-@given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 10**6)), max_size=200))
+@given(st.lists(st.tuples(st.sampled_from(ROLES), st.integers(0, 10**6)), max_size=200))
 def test_the_numbers_of_kept_and_shown_places_are_limited(
     changes: list[tuple[str, int]],
 ) -> None:

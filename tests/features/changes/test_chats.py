@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.prompts.conversation import conversation
+from kvroute.features.changes.chats import PLACES, Chats
+from kvroute.features.changes.router_changes import conversation
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.chats import PLACES, Chats
 
 Message = dict[str, Any]
 LONG = "You are an agent that reads code and answers in plain words. " * 12

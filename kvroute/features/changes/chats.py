@@ -17,7 +17,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.sessions.breaks import Break, Difference, difference
+from kvroute.features.changes.differences import difference
+from kvroute.router.sessions.breaks import Break, Difference
 
 CAPACITY_TOKENS = 8_000_000  # size of the store in token ids of 4 bytes: 32 MB
 MESSAGE_TOKENS = 24  # memory that a message takes besides its tokens: 100 bytes, in tokens

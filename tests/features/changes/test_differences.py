@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.generation import TokenIds
-from kvroute.router.sessions.breaks import PROBE_TOKENS, Difference, difference, with_image_numbers
+from kvroute.features.changes.differences import PROBE_TOKENS, difference
+from kvroute.features.changes.router_changes import with_image_numbers
+from kvroute.router.sessions.breaks import Difference
 
 
 def tokens(count: int, *, of: int = 0) -> TokenIds:
