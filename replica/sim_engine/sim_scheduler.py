@@ -20,6 +20,7 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
         )
         # Admitted choices that wait for copies from host memory. They are not in the batch yet.
         self.reloads = Copies[RunningChoice]()
+        self._loras = set[str]()  # adapters of the admitted choices
         self._config = config
         self._blocks = pool
         self._prefill = prefill
@@ -53,6 +54,11 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
             choice.computed = choice.table.cached * self._config.block_size
             self.join(choice)
 
+    def schedule(self, now_s: float) -> dict[RunningChoice, int]:
+        admitted = (*self.running, *self.reloads)
+        self._loras = {choice.lora for choice in admitted if choice.lora}
+        return super().schedule(now_s)
+
     def can_admit(self, sequence: RunningChoice) -> bool:
         """Return whether a waiting choice can be admitted.
 
@@ -61,10 +67,9 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
         - Some of its blocks are being copied from host memory for another choice. It waits for the
           end of the copy, and then shares these blocks.
         """
-        if sequence.lora:
-            loras = {choice.lora for choice in (*self.running, *self.reloads)} - {""}
-            if len(loras) >= self._config.max_loras and sequence.lora not in loras:
-                return False
+        is_full = len(self._loras) >= self._config.max_loras
+        if is_full and sequence.lora and sequence.lora not in self._loras:
+            return False
         return not self._blocks.is_reloading(sequence.table)
 
     def reload(self, sequence: RunningChoice, now_s: float) -> bool:
@@ -72,6 +77,8 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
 
         The blocks follow those blocks of the prompt that are in the engine's memory.
         """
+        if sequence.lora:
+            self._loras.add(sequence.lora)
         tokens, copy_s = self._worth_copying(sequence)
         if sequence.job.cached_tokens is None:
             sequence.job.cached_tokens = sequence.computed + tokens
