@@ -69,9 +69,8 @@ def read_as_vllm_does(body: dict[str, Any]) -> None:
     """Convert the values of fields that the router uses, as vLLM converts them.
 
     vLLM reads `"2"` and `2.0` as the integer 2, and `"no"` as false. Without the same conversion,
-    the router could count a different number of choices than the replica, or store a response that
-    should not be stored. A value that vLLM rejects is left unchanged: the replica answers with
-    vLLM's error.
+    the router could count a different number of choices than the replica, or keep what should not
+    be kept. A value that vLLM rejects is left unchanged: the replica answers with vLLM's error.
     """
     for name in _TYPES.keys() & body.keys():
         if body[name] is not None:

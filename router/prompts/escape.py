@@ -71,7 +71,7 @@ class Escape:
         try:
             fields = members(call.raw)
             given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
-        except (ValueError, *DECODE_ERRORS):  # a stored conversation may be corrupt
+        except (ValueError, *DECODE_ERRORS):  # what a feature has stored may be corrupt
             raise invalid(
                 None, "the body is not valid JSON, so special tokens cannot be escaped"
             ) from None

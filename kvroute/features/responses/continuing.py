@@ -113,11 +113,9 @@ class Conversations:
                 members(call.raw)["input"], turn.count + own.count, turn.values + own.values
             )
             continued[CONVERSATION] = msgspec.Raw(encode({"id": conversation_id}))
-            append = partial(self._append, own, conversation_id, salt)
-            keepers.append(partial(self._keep, append))
+            keepers.append(partial(self._keep, partial(self._append, own, conversation_id, salt)))
         if is_stored:
-            put = partial(self._put, new, previous_id, salt)
-            keepers.append(partial(self._keep, put))
+            keepers.append(partial(self._keep, partial(self._put, new, previous_id, salt)))
         storing = Storing(continued, keepers) if continued or keepers else None
         return Expanded(
             replace(call, is_stored=is_stored),

@@ -286,8 +286,7 @@ class BackgroundResponses(RouterService):
 
     def caller(self, body: BackgroundBody) -> Caller | None:
         """Return the tenant for which a request counts; None: there is none."""
-        keyring = self._keys.keyring() if self._keys is not None else None
-        return keyring.tenant(body.tenant, body.priority) if keyring else None
+        return self._keys.keyring().tenant(body.tenant, body.priority) if self._keys else None
 
     def may_run(self, body: BackgroundBody) -> bool:
         """Return whether the tenant of a request still has a key, if there are keys."""
