@@ -27,7 +27,7 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
-from kvroute.contract.pull import encode_result, pull_key
+from kvroute.contract.pull import pull_key
 from kvroute.contract.ranks import rank_ids
 from kvroute.contract.records import Description, Pins, ProcessLocation
 from kvroute.features import FEATURES
@@ -95,8 +95,6 @@ class Replica:
             [rank.publisher for rank in self._ranks],
             [rank.ghosts for rank in self._ranks],
         )
-        # Whether other replicas can pull this replica's blocks.
-        self._is_pulled_from = any(engine.facts.blocks_address for engine in engines)
         # Time at which the drain began, on the event loop's clock; before the drain, the start.
         self._drained_s = asyncio.get_running_loop().time()
         self._tasks = [
@@ -129,19 +127,6 @@ class Replica:
         _, request = decode_begin(begin)
         await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
         return b""
-
-    async def _pull(self, begin: bytes, rank: int) -> bytes:
-        """Pull the blocks of a request's prompt without computing anything.
-
-        Args:
-            begin: The request, as `encode_begin` encodes it.
-            rank: The number of the rank that pulls.
-
-        Returns:
-            An encoded PullResult.
-        """
-        _, request = decode_begin(begin)
-        return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
 
     async def _unstarted(self, request_ids: bytes, rank: int) -> bytes:
         """Return those of these requests that wait in the engine's queue.
@@ -207,7 +192,7 @@ class Replica:
         """
         self._server.stop()
         await self._server.idle()
-        await self._wait_for_hand_over()
+        await self._stay()
         await self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -221,16 +206,12 @@ class Replica:
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
 
-    async def _wait_for_hand_over(self) -> None:
-        """Wait until other replicas have pulled this replica's blocks.
-
-        Routers close their connections then. If they do not, the wait ends --hand-over-s after the
-        start of the drain.
-        """
-        if not self._is_pulled_from:
+    async def _stay(self) -> None:
+        """Wait until routers need this replica no more: they close their connections then."""
+        if not (stays_s := self._features.stays_s()):
             return
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self._drained_s + self._settings.hand_over_s):
+            async with asyncio.timeout_at(self._drained_s + stays_s):
                 await self._server.alone()
 
     async def _expose(self) -> Exposition | None:
@@ -274,7 +255,6 @@ class Replica:
             "canary": self._canary,
             "render": self._render,
             "http": self._http,
-            "pull": self._pull,
             "unstarted": self._unstarted,
         }
 

@@ -55,7 +55,7 @@ DISK = Tier(
 SLOWER: Sequence[Tier] = (HOST, DISK)  # all tiers but GPU memory, the fastest first
 TIERS: Sequence[Tier] = (GPU, *SLOWER)  # all tiers; the index is the tier's number
 
-# The host memory of another replica, from which blocks are pulled (router/placement/pulls.py). No
+# The host memory of another replica, from which blocks are pulled (kvroute/features/pulls). No
 # replica publishes blocks in this tier: they are published in the other replica's host memory.
 PEER = Tier(
     number=GROUPS - 1, name="peer", label="another replica's host memory", mark=0, pin_options=""

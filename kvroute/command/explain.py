@@ -1,6 +1,7 @@
 """The command `kvroute explain`."""
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -16,6 +17,7 @@ from kvroute.command.tables import (
     prose,
     seconds,
 )
+from kvroute.features import TERMS as FEATURE_TERMS
 from kvroute.wording import plural
 
 EVICTED = {  # reason of an eviction -> its explanation for the user
@@ -26,13 +28,13 @@ EVICTED = {  # reason of an eviction -> its explanation for the user
 TERMS = {  # term of the cost of choosing a replica -> what this time is spent on
     "waiting": "prefill queued there",
     "reload": "copies from slower memory",
-    "pull": "blocks from another replica",
     "memory": "waiting for free space in the cache",
     "own": "computing what no replica has cached",
     "copy": "computing what another replica has cached",
     "setup": "loading the LoRA adapter",
     "rotation": "starting a conversation out of rotation",
     "decode": "slowing the answers that run there",
+    **{name: text.label for name, text in FEATURE_TERMS.items()},
 }
 
 Facts = dict[str, Any]  # a receipt (the JSON that explains a placement), or a part of it
@@ -139,7 +141,7 @@ def sentences(receipt: Facts) -> list[str]:
     return [
         f"Goes to {choice}: {reason}." if choice else f"Goes nowhere: {reason}.",
         f"{tokens}. All but the last can be cached, in {blocks} of {receipt['block_size']} tokens.",
-        *filter(None, [_reloaded(receipt["replicas"]), _pulled(receipt["replicas"])]),
+        *filter(None, [_reloaded(receipt["replicas"]), *_of_features(receipt["replicas"])]),
         *filter(None, [_evicted(receipt["evicted"])]),
         *filter(None, [_broken(receipt["broken"])]),
     ]
@@ -157,13 +159,17 @@ def _reloaded(replicas: list[Facts]) -> str:
     return f"{choice['id']} has {by_tier}; copying them takes {seconds(choice['reload_s'])}."
 
 
-def _pulled(replicas: list[Facts]) -> str:
-    """Return a sentence about tokens that the chosen replica gets from another one, or ""."""
+def _of_features(replicas: list[Facts]) -> Iterator[str]:
+    """Yield sentences about what features do for this prompt on the chosen replica."""
     choice = replicas[0] if replicas else {}
-    if not (source := choice.get("pull_from")):
-        return ""
-    tokens, taken = choice["peer_tokens"], seconds(choice["pull_s"])
-    return f"{choice['id']} pulls {tokens} tokens from {source}; this takes {taken}."
+    for name, text in FEATURE_TERMS.items():
+        if took_s := choice.get(f"{name}_s"):
+            yield text.chosen.format(
+                id=choice["id"],
+                source=choice[f"{name}_from"],
+                tokens=choice.get("peer_tokens", 0),
+                seconds=seconds(took_s),
+            )
 
 
 def _evicted(evicted: Facts | None) -> str:

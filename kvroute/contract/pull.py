@@ -4,16 +4,18 @@ The router that sends a request names the other replica, which is called the pee
 looks anything up. A pull is a hint: blocks that do not arrive are computed.
 """
 
+import functools
 import hmac
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from kvroute.contract.records import Count, Name, Seconds
 
+FEATURE = "pulls"  # the feature that pulls: the key of its data in records
 MAX_WITHIN_S = 1e6  # limit of received times in seconds; no pull is so long
 _BLOCKS = b"kvroute blocks"
 
@@ -40,6 +42,25 @@ class LinkSpeed(NamedTuple):
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
+class Exchanging(Struct, frozen=True, array_like=True):
+    """How an engine exchanges blocks of its host memory with others."""
+
+    # Digest of everything that the bytes of a block depend on, besides its tokens: model, revision,
+    # dtype, layout, block size, and tensor parallel size. Replicas pull from equal formats only.
+    # Empty: it exchanges none.
+    format: Name = ""
+    address: Name = ""  # host:port at which others can pull its blocks; empty: they cannot
+    # Measured times of its own pulls: latency_s, and bytes divided by bytes_per_s. Speed 0: it does
+    # not pull.
+    latency_s: Seconds = 0.0
+    bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+
+    @property
+    def speed(self) -> LinkSpeed | None:
+        """Return how fast it pulls; None: it does not pull."""
+        return LinkSpeed(self.latency_s, self.bytes_per_s) if self.bytes_per_s else None
+
+
 class PullAccess(NamedTuple):
     """What a replica needs to connect to the block server of a peer."""
 
@@ -54,7 +75,7 @@ class Pull(Struct, frozen=True, array_like=True):
     """
 
     replica_id: Name  # id of the peer's rank, as in the index
-    address: Name  # host:port of the peer's block server: EngineFacts.blocks_address
+    address: Name  # host:port of the peer's block server: Exchanging.address
     key: bytes  # pull_key of the peer
     tokens: Count  # the peer has the blocks of the prompt's first tokens, up to this number
     within_s: Seconds  # the pull ends after this time, in seconds since the request's arrival
@@ -85,6 +106,20 @@ def encode_result(result: PullResult) -> bytes:
 def decode_result(packed: bytes) -> PullResult:
     """Decode the result of a pull. Raises one of DECODE_ERRORS."""
     return msgspec.msgpack.decode(packed, type=PullResult)
+
+
+def encode_exchanging(exchanging: Exchanging) -> dict[str, bytes]:
+    """Encode how an engine exchanges blocks, as a part of Load.features."""
+    return {FEATURE: msgspec.msgpack.encode(exchanging)}
+
+
+@functools.lru_cache(maxsize=4096)
+def decode_exchanging(packed: bytes) -> Exchanging:
+    """Decode the data of encode_exchanging. Raises one of DECODE_ERRORS.
+
+    Results are cached, since every poll reads the same data again.
+    """
+    return msgspec.msgpack.decode(packed, type=Exchanging)
 
 
 def pull_key(secret: bytes) -> bytes:

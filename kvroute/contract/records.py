@@ -45,10 +45,6 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     # Measured speed of reads of the disk cache; 0: unknown.
     disk_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
-    # Measured times of this replica's own pulls from peers (contract/pull.py): a pull takes
-    # pull_latency_s, and its bytes divided by pull_bytes_per_s. Speed 0: it does not pull.
-    pull_latency_s: Seconds = 0.0
-    pull_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     features: dict[str, bytes] = {}  # name of a feature -> what its side in the replica reports
 
     def bytes_per_s(self, tier: Tier) -> float:
@@ -96,11 +92,6 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     layout: Layout | None = None  # None: full attention, with blocks of block_size tokens
     host: TierFacts | None = None  # the host memory tier; None: no copies of blocks in host memory
     disk: TierFacts | None = None  # the disk cache; None: there is none
-    # host:port at which other replicas can pull blocks of the host tier; empty: they cannot.
-    blocks_address: Name = ""
-    # Digest of everything that the bytes of a block depend on, besides its tokens: model, revision,
-    # dtype, layout, block size, and tensor parallel size. Replicas pull from equal formats only.
-    format: Name = ""
     server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False

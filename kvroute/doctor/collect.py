@@ -135,7 +135,6 @@ class _Collection:
         yield from load_checks.hits(diagnosis["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
         yield from load_checks.speeds(replicas.get("slow", {}))
-        yield from load_checks.pulls(replicas.get("pulls", {}))
         yield from load_checks.queues(diagnosis.get("queues", ()))
         for feature in FEATURES:
             if feature.has_state:

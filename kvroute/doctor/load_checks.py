@@ -80,7 +80,6 @@ SLOW = (
     "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q "
     "-d PERFORMANCE) and other programs on its machine, or replace it"
 )
-SLOW_LINK = "no blocks are pulled over this link; use a faster network, or set --pull off"
 WHERE = {  # part of the chat that changes -> its description
     "system": "in the system message",
     "developer": "in the developer's message",
@@ -178,31 +177,6 @@ def speeds(slow: Mapping[str, float]) -> Iterator[Check]:
         yield Check("speed", "warning", finding, SLOW)
     if not slow:
         yield Check("speed", "ok", "no replica is far slower than the others")
-
-
-def pulls(links: Mapping[str, Facts]) -> Iterator[Check]:
-    """Check for links over which replicas pull blocks more slowly than they compute them.
-
-    Args:
-        links: Replica that pulls -> the speed of its slowest link (placement/pulls.py: PullSpeed).
-    """
-    slow = {id_: link for id_, link in links.items() if link["pull_s"] >= link["computing_s"]}
-    for replica_id, link in slow.items():
-        finding = f"replica {replica_id} pulls blocks at {_gb_per_s(link)}: {link['tokens']:,} "
-        finding += (
-            f"tokens take {link['pull_s']:.2g} s, and computing them {link['computing_s']:.2g} s"
-        )
-        yield Check("pulls", "warning", finding, SLOW_LINK)
-    if links and not slow:
-        slowest = min(links.values(), key=lambda link: link["bytes_per_s"])
-        finding = (
-            f"{plural(len(links), 'replica')} can pull blocks, at {_gb_per_s(slowest)} or more"
-        )
-        yield Check("pulls", "ok", finding)
-
-
-def _gb_per_s(link: Facts) -> str:
-    return f"{link['bytes_per_s'] / 1e9:.2g} GB/s"
 
 
 def is_busy(backlogs_s: Mapping[str, float], queues: Iterable[Facts]) -> bool:

@@ -9,11 +9,12 @@ from kvroute.features import (
     batches,
     changes,
     prefixes,
+    pulls,
     responses,
     seats,
     sessions,
 )
-from kvroute.features.feature import Feature, Paths, RefusalText
+from kvroute.features.feature import Feature, Paths, RefusalText, TermText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     seats.Seating(),
@@ -24,6 +25,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     responses.StoredResponses(),
     sessions.SessionEnds(),
     changes.ChatChanges(),
+    pulls.Pulling(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
@@ -34,6 +36,10 @@ UNREADABLE: dict[str, str] = {
 # Reason of a feature's refusal -> what operators read about it.
 REFUSALS: dict[str, RefusalText] = {
     reason: text for feature in FEATURES for reason, text in feature.refusals.items()
+}
+# Term of the cost of replicas -> what operators read about it.
+TERMS: dict[str, TermText] = {
+    term: text for feature in FEATURES for term, text in feature.terms.items()
 }
 ALL_CODES: tuple[Code | FeatureCode, ...] = (  # all codes of errors, of the core and the features
     *CODES,

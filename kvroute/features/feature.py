@@ -40,6 +40,17 @@ class RefusalText(NamedTuple):
     option: str  # the option with a larger value of which fewer are refused
 
 
+class TermText(NamedTuple):
+    """What operators read about a term that a feature adds to the cost of replicas."""
+
+    label: str  # what the time is spent on, such as "copies from slower memory"
+    # Why a replica was chosen ("it") instead of another one ({other}), which needs {seconds} more.
+    reason: str
+    # A sentence for `kvroute explain` about a chosen replica {id} with this term, which takes
+    # {seconds}, and gets {tokens} from the replica {source}.
+    chosen: str = ""
+
+
 class Paths(NamedTuple):
     """What the router has to know about the paths of HTTP routes before it finds their route.
 
@@ -78,6 +89,10 @@ class Feature:
     unreadable: ClassVar[Mapping[FeatureKind, str]] = {}
     # Cause of cache misses in the ledger (router/placement/ledger.py) -> what operators can do.
     misses: ClassVar[Mapping[str, str]] = {}
+    # Name of a term that it adds to the cost of replicas -> its words.
+    terms: ClassVar[Mapping[str, TermText]] = {}
+    # Its policies in a replay, without "kvroute-": there it does something else than in a router.
+    policies: Sequence[str] = ()
     headers: Sequence[str] = ()  # request headers that Call.headers keeps for it
     fields: Sequence[str] = ()  # fields of request bodies that the core ignores
     # Path of a route -> fields of its bodies with which a request must not run twice, for example
@@ -140,8 +155,12 @@ class Feature:
         """Return its side in a replica; None: it is off."""
         return None
 
-    def replayed(self) -> "PlacingFeature | None":
-        """Return its side in a router of a replay, which has a clock of its own and no Redis."""
+    def replayed(self, policy: str = "") -> "PlacingFeature | None":
+        """Return its side in a router of a replay, which has a clock of its own and no Redis.
+
+        Args:
+            policy: one of `policies`; empty: what it does in a router.
+        """
         return None
 
     # What clients and operators use.

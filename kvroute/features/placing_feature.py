@@ -12,8 +12,10 @@ from kvroute.features.line import Line
 from kvroute.features.own_methods import own_methods
 
 if TYPE_CHECKING:
+    from kvroute.contract.generation import Chunk, GenerateRequest
     from kvroute.router.placement.attempts import Attempt
     from kvroute.router.placement.fleet import Fleet
+    from kvroute.router.placement.policy import Candidate, PromptFacts
 
 
 class PlacingFeature:
@@ -38,6 +40,24 @@ class PlacingFeature:
             variant: the variant; never empty.
         """
         return replica_ids
+
+    def weigh(
+        self, prompt: "PromptFacts", candidates: "Sequence[Candidate]", now_s: float
+    ) -> "Sequence[Candidate]":
+        """Return the candidates of a prompt, with the terms of this feature (policy.py: Term).
+
+        It is called once for each prompt, unless the routing policy ignores costs.
+        """
+        return candidates
+
+    # The requests of this router.
+
+    def sending(self, request: "GenerateRequest", attempt: "Attempt") -> "GenerateRequest":
+        """Record that a request is sent to a replica, and return it as the replica gets it."""
+        return request
+
+    def answering(self, attempt: "Attempt", chunk: "Chunk", now_s: float) -> None:
+        """Record a chunk from a replica whose cost has terms of features."""
 
     # The requests of all routers.
 
@@ -95,6 +115,15 @@ class PlacingFeatures:
         self.usable: list[Callable[[str, Sequence[str]], Sequence[str]]] = own_methods(
             features, PlacingFeature.usable
         )
+        self.weigh: list[
+            Callable[[PromptFacts, Sequence[Candidate], float], Sequence[Candidate]]
+        ] = own_methods(features, PlacingFeature.weigh)
+        self._sending: list[Callable[[GenerateRequest, Attempt], GenerateRequest]] = own_methods(
+            features, PlacingFeature.sending
+        )
+        self.answering: list[Callable[[Attempt, Chunk, float], None]] = own_methods(
+            features, PlacingFeature.answering
+        )
         self.begun: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.begun)
         self.over: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.over)
         self.last_over: list[Callable[[Attempt], None]] = own_methods(
@@ -105,6 +134,12 @@ class PlacingFeatures:
         )
         shares = own_methods(features, PlacingFeature.share)
         self.sharing: list[PlacingFeature] = [share.__self__ for share in shares]
+
+    def sending(self, request: "GenerateRequest", attempt: "Attempt") -> "GenerateRequest":
+        """Record that a request is sent to a replica, and return it as the replica gets it."""
+        for sending in self._sending:
+            request = sending(request, attempt)
+        return request
 
     def share(self, now_s: float) -> dict[str, bytes]:
         """Return what other routers should know now, by the name of the feature."""

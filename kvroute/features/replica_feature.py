@@ -69,6 +69,14 @@ class ReplicaFeature:
         """Return which prompts the engine of a rank keeps for it, by the name of the pin."""
         return {}
 
+    def stays_s(self) -> float:
+        """Return how long the replica stays connected, at most, when it is removed.
+
+        The time begins when the replica gets no more requests. It ends when all routers have closed
+        their connections.
+        """
+        return 0.0
+
     def report(self, rank: int) -> bytes | None:
         """Return what routers should know about a rank, for its record; None: nothing."""
         return None
@@ -99,6 +107,10 @@ class ReplicaFeatures:
     def pins(self, rank: int) -> "dict[str, Warm]":
         """Return which prompts the engine of a rank keeps for them, by the name of the pin."""
         return {name: warm for pins in self._pins for name, warm in pins(rank).items()}
+
+    def stays_s(self) -> float:
+        """Return how long the replica stays connected, at most, when it is removed."""
+        return max((each.stays_s() for each in self._all), default=0.0)
 
     def reports(self, rank: int) -> dict[str, bytes]:
         """Return what routers should know about a rank, by the name of the feature."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvroute.features.opening import Opening
     from kvroute.process.exposition import Readings
     from kvroute.router.api.calls import Call
+    from kvroute.router.dispatch.generation import Generation
     from kvroute.router.serving.assembly import Parts
     from kvroute.router.serving.rendering import RenderedCall
     from kvroute.router.sessions.breaks import Break
@@ -100,6 +101,9 @@ class RouterFeature(PlacingFeature):
             is_sent: whether the prompt will be sent. Later prompts are then compared with it.
         """
         return None
+
+    def started(self, generation: "Generation") -> None:
+        """Record that a prompt has its first token."""
 
     def shared_tokens(self, token_ids: "TokenIds") -> int:
         """Return how many leading tokens of a prompt all namespaces share in the caches."""

@@ -35,7 +35,6 @@ NEEDS = (
         "host memory for blocks: add --host-cache-gb, such as --host-cache-gb 30%",
     ),
     Need(("disk_cache_gb",), lambda options: options.disk_cache is not None, "--disk-cache FOLDER"),
-    Need(("hand_over_s",), lambda options: options.pull == "on", "--pull on"),
     Need(
         ("host_cache_gb",),
         lambda options: options.engine_hooks == "on",

@@ -7,7 +7,7 @@ from typing import Protocol
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.pull import PullResult
+from kvroute.contract.pull import Exchanging, PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import KVEvent
 
@@ -92,6 +92,10 @@ class Engine(Protocol):
     async def drop_adapter(self, name: str) -> None:
         """Unload an admitted adapter, and refuse requests for it. No request may be using it."""
         return
+
+    def exchanging(self) -> Exchanging:
+        """Return how the engine exchanges blocks of its host memory with other engines now."""
+        return Exchanging()
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         """Copy the blocks of a prompt from a peer's host memory, without computing anything.

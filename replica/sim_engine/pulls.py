@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.pull import LinkSpeed, Pull, PullResult
+from kvroute.contract.pull import Exchanging, LinkSpeed, Pull, PullResult
 from kvroute.contract.records import TierFacts
 from kvroute.replica.fabric.protocol import Key
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
@@ -91,7 +91,9 @@ class SimulatedPulls:
             rows=np.zeros((1, ROW_BYTES), np.uint8),
             tls=server_ends(tls, key),
         )
-        self.address = self._server.address
+        self.exchanging = Exchanging(
+            format_, self._server.address, SPEED.latency_s, SPEED.bytes_per_s
+        )
 
     def _place(self, key: Key) -> BlockPlace | None:
         """Return where a block is. Called in other threads."""

@@ -18,7 +18,7 @@ from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRe
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.preparation import prepared
-from kvroute.contract.pull import PullResult
+from kvroute.contract.pull import Exchanging, PullResult
 from kvroute.contract.records import Load
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -31,7 +31,7 @@ from kvroute.replica.sim_engine.blocks import Table
 from kvroute.replica.sim_engine.choice_output import ChoiceOutput, TokenLogprob, joined
 from kvroute.replica.sim_engine.config import SimulatedConfig, facts_of
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
-from kvroute.replica.sim_engine.pulls import SPEED, PullingPool, SimulatedPulls, reporting
+from kvroute.replica.sim_engine.pulls import PullingPool, SimulatedPulls, reporting
 from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice, max_tokens_of
 from kvroute.replica.sim_engine.sim_scheduler import SimulatedScheduler
@@ -126,7 +126,9 @@ class SimulatedEngine(Engine):
             publish=self._publish,
             tls=tls,
         )
-        self.facts = replace(self.facts, blocks_address=self._pulls.address, format=format_)
+
+    def exchanging(self) -> Exchanging:
+        return self._pulls.exchanging if self._pulls else super().exchanging()
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         if self._pulls is None or request.pull is None:
@@ -225,8 +227,6 @@ class SimulatedEngine(Engine):
             self._pool.used_blocks,
             tuple(self._adapters.names),
             self.config.lora_load_s,
-            pull_latency_s=SPEED.latency_s if self._pulls else 0.0,
-            pull_bytes_per_s=SPEED.bytes_per_s if self._pulls else 0.0,
         )
 
     async def unstarted(self, request_ids: Sequence[str]) -> list[str]:

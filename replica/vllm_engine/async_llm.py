@@ -31,7 +31,7 @@ from kvroute.contract.generation import (
     PinRefusedError,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.pull import PullResult
+from kvroute.contract.pull import Exchanging, PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin
@@ -212,6 +212,9 @@ class VllmEngine(Engine):
     async def drop_adapter(self, name: str) -> None:
         await self._adapters.drop(name)
 
+    def exchanging(self) -> Exchanging:
+        return self._pulls.exchanging
+
     async def pull(self, request: GenerateRequest) -> PullResult:
         return await self._pulls.only(request, partial(self._generate_raw, only_pulls=True))
 
@@ -301,7 +304,6 @@ class VllmEngine(Engine):
             yield [event for event in events if event is not None]
 
     def load(self) -> Load:
-        speed = self._pulls.speed
         return Load(
             running=self._stats.running,
             waiting=self._stats.waiting,
@@ -309,8 +311,6 @@ class VllmEngine(Engine):
             variants=tuple(self._adapters.loaded),
             setup_s=self._adapters.load_s,
             rendering_differences=self._http.rendering_differences(self._core.rank),
-            pull_latency_s=speed.latency_s,
-            pull_bytes_per_s=speed.bytes_per_s,
         )
 
     async def unstarted(self, request_ids: Sequence[str]) -> list[str]:

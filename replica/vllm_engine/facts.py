@@ -61,6 +61,4 @@ def facts_of(
         layout=division.layout if prefix_caching else None,
         host=host and replace(host, pin_blocks=pins_in(capacity_blocks=host.blocks)),
         disk=division.disk_tier(opened.disk_bytes_per_s) if opened.disk_bytes_per_s else None,
-        blocks_address=opened.address,
-        format=opened.format,
     )

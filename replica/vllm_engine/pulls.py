@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.pull import LinkSpeed, PullResult
+from kvroute.contract.pull import Exchanging, LinkSpeed, PullResult
 from kvroute.process.builtin_model import resolve
 from kvroute.replica.fabric.block_format import weights_digest
 from kvroute.replica.fabric.pull_speed import PullSpeed
@@ -52,9 +52,10 @@ class EnginePulls:
         return cls(OpenTiers(**plain), stop_s=STOP_S)
 
     @property
-    def speed(self) -> LinkSpeed:
-        """Return the speed of the next pull. 0 bytes per second: the rank does not pull."""
-        return self._speed.current()
+    def exchanging(self) -> Exchanging:
+        """Return how the rank exchanges blocks, with the speed of its next pull."""
+        speed = self._speed.current()
+        return Exchanging(self.opened.format, self.opened.address, *speed)
 
     def record(self, events: Iterable[msgspec.Struct]) -> None:
         """Record the results of pulls among the events of vLLM's process."""

@@ -16,7 +16,6 @@ from kvroute.contract.generation import (
     dispatch_id,
 )
 from kvroute.contract.http_call import HttpCall
-from kvroute.contract.pull import Pull
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import FairLock
@@ -37,7 +36,6 @@ from kvroute.router.dispatch.generation import (
 from kvroute.router.dispatch.losses import Losses
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.holding import WAITING
 from kvroute.wire.link import RefusedError, Stream
 
@@ -287,12 +285,8 @@ class Dispatcher:
             watching: takes the request back if the engine does not start it.
         """
         expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
-        request = replace(
-            request,
-            expected_tokens=expected_tokens,
-            trace=attempt.trace,
-            pull=self._pull(placement.candidate(attempt.replica_id)),
-        )
+        request = replace(request, expected_tokens=expected_tokens, trace=attempt.trace)
+        request = self._fleet.features.sending(request, attempt)
         stream = None
         try:
             if attempt.context.before_send is not None:
@@ -317,16 +311,6 @@ class Dispatcher:
         else:
             attempt.receive(first, time.monotonic())
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
-
-    def _pull(self, candidate: Candidate) -> Pull | None:
-        """Return the pull to send to the candidate's replica; None: it pulls nothing.
-
-        If the peer has gone since the placement, the replica computes the blocks.
-        """
-        if (planned := candidate.pull) is None:
-            return None
-        access = self._links.pull_access(planned.peer_id)
-        return self._fleet.pulls.order(candidate, self._fleet.caches.block_size, access)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
         """Add a request to the poison list, because the replica that was preparing it hung."""

@@ -25,7 +25,6 @@ from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.observers import RequestObservers
-from kvroute.router.observability.pull_metrics import PullMetrics
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import (
@@ -169,7 +168,6 @@ class RequestCounts(RequestObserver):
             )
             for tier in (*SLOWER, PEER)
         }
-        self._pulls = PullMetrics(registry)
         self._reusable_tokens = counter(
             "reusable_tokens",
             "Prompt tokens that the replica with the longest cached prefix had or expected.",
@@ -201,8 +199,6 @@ class RequestCounts(RequestObserver):
         self._in_flight.dec()
         self._outcomes[attempt.outcome or "ok"].inc()
         self._output_tokens.inc(attempt.output_tokens)
-        if attempt.pulls is not None:
-            self._pulls.count(attempt.pulled)
         if (ledger := attempt.ledger()) is None or attempt.placement is None:
             return
         for cause, tokens in msgspec.structs.asdict(ledger).items():

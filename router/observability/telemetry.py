@@ -16,9 +16,8 @@ from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
-from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability import pull_metrics, request_spans
+from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.observers import RequestObservers
@@ -99,7 +98,6 @@ class Telemetry:
         audit: Audit,
         unreadable: Unreadable,
         links: Links,
-        hand_over: HandOver,
         blamed: PoisonList,
         queue: Queue[Any],
         features: Iterable[RouterFeature],
@@ -111,7 +109,6 @@ class Telemetry:
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
-        pull_metrics.export(hand_over, self._metrics.readings)
         self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
         for feature in features:

@@ -26,7 +26,6 @@ from kvroute.router.page.live import State
 from kvroute.router.page.prompt_changes import PromptChanges
 from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.pulls import PullRate
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import REDIS_ERRORS
@@ -84,10 +83,9 @@ class View:
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             **{name: encode(state) for name, state in (await self._live()).items()},
         }
-        speeds = self._fleet.pulls.speeds()
         by_id = {record.id: record for record in records}
         for number, (replica_id, status) in enumerate(sorted(states.by_id.items())):
-            facts = self._replica(by_id.get(replica_id), sums.get(replica_id), speeds)
+            facts = self._replica(by_id.get(replica_id), sums.get(replica_id))
             state[f"replica/{replica_id}"] = encode({"id": replica_id, "state": status, **facts})
             if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
@@ -113,12 +111,7 @@ class View:
             },
         }
 
-    def _replica(
-        self,
-        record: ReplicaRecord | None,
-        sums: Sums | None,
-        speeds: Mapping[str, PullRate],
-    ) -> dict[str, Any]:
+    def _replica(self, record: ReplicaRecord | None, sums: Sums | None) -> dict[str, Any]:
         totals = {
             "requests": sums.requests if sums else 0,
             "prompt_tokens": sums.prompt_tokens if sums else 0,
@@ -127,7 +120,7 @@ class View:
         }
         if record is None:  # the replica has not registered in the index yet
             return totals
-        tiers, speed = record.facts.tiers, speeds.get(record.id)
+        tiers = record.facts.tiers
         return totals | {
             "node": record.whereabouts.node,
             "capacity_blocks": record.facts.capacity_blocks,
@@ -137,8 +130,6 @@ class View:
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
             "pinned_blocks": sum(pin.pinned_blocks for pin in record.pins.values()),
-            # Bytes per second over the slowest link to the replica; null: it pulls nothing.
-            "pull_bytes_per_s": speed and round(speed.bytes_per_s),
             "running": record.load.running,
             "waiting": record.load.waiting,
         }

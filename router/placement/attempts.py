@@ -11,7 +11,7 @@ from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
-from kvroute.contract.pull import PullResult
+from kvroute.features.placing_feature import NO_FEATURES, PlacingFeatures
 from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.waits import (
     DEFAULT_URGENCY,
@@ -24,8 +24,7 @@ from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.ledger import NOTHING, Ledger, account
 from kvroute.router.placement.load import ReplicaLoad
-from kvroute.router.placement.policy import Candidate
-from kvroute.router.placement.pulls import Pulls
+from kvroute.router.placement.policy import Candidate, Term
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import NO_HINTS, EvictionReason, Retention, SessionHints
@@ -190,9 +189,8 @@ class Attempt:
     # cache group.
     boundaries: Boundaries | None = None
     trace: TraceContext | None = None  # the attempt's span, if an observer records spans
-    on_end: Sequence[Callable[["Attempt"], None]] = ()  # the features' methods to call at the end
-    pulls: Pulls | None = None  # counts this attempt's pull from a peer; None: it pulls nothing
-    pulled: PullResult | None = None  # the result of the pull; None: it is not known yet
+    features: PlacingFeatures = NO_FEATURES  # they observe the attempt
+    terms: Sequence[Term] = ()  # the terms of features in the cost of its replica
     is_complete: bool = False
     output_tokens: int = 0  # tokens of all choices so far
     first_tokens: int = 0  # output tokens in the first chunk
@@ -226,8 +224,9 @@ class Attempt:
         """Record a chunk from the replica."""
         self.output_tokens += len(chunk.token_ids)
         self.is_complete = chunk.is_last
-        if chunk.pulled is not None:
-            self.end_pull(chunk.pulled, now_s)
+        if self.terms:
+            for answering in self.features.answering:
+                answering(self, chunk, now_s)
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens
@@ -240,19 +239,8 @@ class Attempt:
     def first_token(self, now_s: float) -> None:
         """Record that the first token has arrived."""
         self.first_token_s = now_s
-        self.end_pull(None, now_s)
         self.load.first_token(self.request_id, now_s)
         self.observer.first_token(self)
-
-    def end_pull(self, result: PullResult | None, now_s: float) -> None:
-        """Record that the attempt's pull is over.
-
-        Args:
-            result: what it has done; None: unknown.
-        """
-        self.pulled = result or self.pulled
-        if self.pulls is not None:
-            self.pulls.end(self.request_id, result, now_s)
 
     def end(self, outcome: Outcome | None = None) -> None:
         """End the attempt. A second call has no effect.
@@ -263,7 +251,6 @@ class Attempt:
         if self.outcome is not None:
             return
         self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
-        self.end_pull(None, self.last_chunk_s or self.sent_s)
         self.load.finish(self.request_id)
         self._learn_step()
         if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
@@ -274,7 +261,7 @@ class Attempt:
             self.mirror.unexpect(self.replica_id, self.dispatch.expected.blocks)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
-        for over in self.on_end:
+        for over in self.features.over:
             over(self)
         self._learn_answer()
         self.observer.ended(self)
@@ -358,7 +345,7 @@ class Attempt:
         begin, saved_s = candidate.gpu_blocks * self.placement.block_size, dict[Tier, float]()
         slower = [tier for tier in reloaded if tier != PEER]
         for tier, tokens in reloaded.items():
-            wait_s = candidate.pull_s if tier == PEER else candidate.reload_s / len(slower)
+            wait_s = candidate.terms_wait_s if tier == PEER else candidate.reload_s / len(slower)
             computed_s = self.load.computing_s(begin, begin + tokens)
             saved_s[tier] = max(0.0, computed_s - wait_s)
             begin += tokens

@@ -23,9 +23,8 @@ from kvroute.router.placement.baselines import Ranking
 from kvroute.router.placement.caches import NO_RELOAD, Caches, Hits
 from kvroute.router.placement.load import PendingRequest, PromptCost, ReplicaLoad, learned_slowness
 from kvroute.router.placement.loads import UNKNOWN_STEP_S, Loads
-from kvroute.router.placement.policy import Candidate, prices, rank
+from kvroute.router.placement.policy import Candidate, PromptFacts, prices, rank
 from kvroute.router.placement.pressure import Pressure
-from kvroute.router.placement.pulls import Pulls
 from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.router.sessions.branches import Branches
 from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, SessionHints
@@ -59,8 +58,6 @@ class Fleet:
         self.loads = Loads(self.replicas, step_s=step_s)
         self.caches = Caches(Space(model, revision, block_size), self.replicas, self.loads)
         self.mirror = self.caches.mirror  # this router's copy of the index of cached blocks
-        self.pulls = Pulls(self.replicas, self.loads, self.mirror)
-        self.pulls.is_on = ranking is rank
         self.observer = observer
         self.features = features
         self.returns = Returns(random.Random(rng.getrandbits(64)))  # which sessions will continue
@@ -68,6 +65,7 @@ class Fleet:
         self._branches = Branches()  # where prompts diverged, and the replicas that got them
         self._block_size = block_size
         self._rank = ranking
+        self._weigh = features.weigh if ranking is rank else []
         self._rng = rng
 
     def update(
@@ -81,7 +79,6 @@ class Fleet:
         self.replicas.update(records, unleased=unleased, unreadable=unreadable)
         self.caches.update()
         self.loads.update()
-        self.pulls.update()
         for updated in self.features.updated:
             updated(self)
 
@@ -144,7 +141,7 @@ class Fleet:
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
         prefix = chain[:best]
-        candidates = self._candidates(
+        candidates: Sequence[Candidate] = self._candidates(
             running,
             PromptCost(prompt_tokens, best, self._block_size),
             hits,
@@ -156,15 +153,10 @@ class Fleet:
         busy_s, pressure = self.loads.scale.busy_s, self.pressure.value
         forks = self._branches.forks(prefix)
         common = prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks)
-        if offers := self.pulls.offers(chain, best):
-            candidates = self.pulls.apply(
-                candidates,
-                offers,
-                best=best,
-                block_size=self._block_size,
-                prices=common,
-                now_s=now_s,
-            )
+        if self._weigh:
+            prompt = PromptFacts(chain, best, self._block_size, prompt_tokens, variant, common)
+            for weigh in self._weigh:
+                candidates = weigh(prompt, candidates, now_s)
         ranking = self._rank(candidates, rng=self._rng, prices=common)
         return Placement(
             ranking=tuple(ranking),
@@ -321,7 +313,7 @@ class Fleet:
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
-            prefill_s=prefill_s + candidate.setup_s / load.speed.slowness,
+            prefill_s=prefill_s + candidate.stopped_s / load.speed.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=Fingerprints(placement.known_prefix[-1:]),
@@ -329,9 +321,7 @@ class Fleet:
                 self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
             ),
             variant=placement.variant,
-            loads_first=candidate.setup_s > 0
-            or candidate.reload_s > 0
-            or candidate.pull is not None,
+            loads_first=candidate.setup_s > 0 or candidate.reload_s > 0 or bool(candidate.terms),
             turn=None if is_batch else retention and retention.turn,
             is_batch=is_batch,
         )
@@ -340,14 +330,12 @@ class Fleet:
             self.pressure.record(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
-        reload_s, pull_s = candidate.reload_s, candidate.pull_s
-        if candidate.setup_s:
-            reload_s = pull_s = 0.0
-        attempt = self.begin(dispatch, now_s, reload_s, pull_s)
-        if candidate.pull:
-            self.pulls.begin(request_id, candidate, now_s)
-            attempt.pulls = self.pulls
+        reload_s, terms_s = candidate.reload_s, candidate.terms_wait_s
+        if candidate.stopped_s:
+            reload_s = terms_s = 0.0
+        attempt = self.begin(dispatch, now_s, reload_s, terms_s)
         attempt.placement, attempt.observer = placement, self.observer
+        attempt.terms = candidate.terms
         attempt.boundaries = self.replicas.layouts.get(replica_id)
         attempt.context = context or attempt.context
         if retention and retention.turn.is_last:
@@ -356,14 +344,14 @@ class Fleet:
         return attempt
 
     def begin(
-        self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0, pull_s: float = 0.0
+        self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0, terms_s: float = 0.0
     ) -> Attempt:
         """Count a request that this router or another one has sent to a replica.
 
         Args:
             reload_s: seconds until its blocks are copied back from slower tiers, such as host
                 memory. The engine computes other prompts meanwhile.
-            pull_s: seconds until its blocks are pulled from a peer.
+            terms_s: seconds that terms of features delay it meanwhile.
         """
         replica_id, loads = dispatch.replica_id, self.loads
         load = loads.lane(replica_id) if dispatch.is_batch else loads.of(replica_id)
@@ -377,7 +365,7 @@ class Fleet:
                 variant=dispatch.variant,
                 loads_first=dispatch.loads_first,
                 reload_s=reload_s,
-                pull_s=pull_s,
+                terms_s=terms_s,
                 prefix=dispatch.known_block,
                 blocks=dispatch.expected.blocks if dispatch.is_batch else (),
             ),
@@ -398,7 +386,7 @@ class Fleet:
             sent_s=now_s,
             context=RequestContext(now_s),
             scale=self.loads.scale,
-            on_end=self.features.over,
+            features=self.features,
         )
         for begun in self.features.begun:
             begun(attempt)

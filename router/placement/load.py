@@ -73,14 +73,16 @@ class PendingRequest:
     # Seconds until blocks are copied back from slower tiers, such as host memory. It is 0 for
     # requests of other routers, since routers do not publish this time.
     reload_s: float = 0.0
-    pull_s: float = 0.0  # seconds until blocks are pulled from another replica; this router's only
+    # Seconds that terms of features delay it, while the engine computes other prompts. This is 0
+    # for requests of other routers, too.
+    terms_s: float = 0.0
     prefix: Fingerprint | None = None  # last block of its prompt that any replica had
     blocks: Collection[Fingerprint] = ()  # blocks that it computes; known for batch requests only
 
     @property
     def ready_s(self) -> float:
         """Return the earliest time at which the engine can compute the prompt."""
-        return self.sent_s + self.reload_s + self.pull_s
+        return self.sent_s + self.reload_s + self.terms_s
 
     @property
     def waits_for_copies(self) -> bool:
@@ -88,7 +90,7 @@ class PendingRequest:
 
         The engine computes other prompts meanwhile. While it loads a variant, it computes nothing.
         """
-        return self.reload_s > 0 or self.pull_s > 0 or (self.loads_first and not self.variant)
+        return self.reload_s > 0 or self.terms_s > 0 or (self.loads_first and not self.variant)
 
 
 class PromptCost:

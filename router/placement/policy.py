@@ -1,8 +1,8 @@
 """Ranks replicas for a request by cost. This module only computes: no clock, no socket, no Ray.
 
-    cost = waiting + reload + alpha * pull + memory + own + copy + setup
+    cost = waiting + reload + memory + own + copy + setup
            + worth * ((alpha - 1) * (own + copy + setup) + COPY_PRICE * copy)
-           + rotation + decode
+           + rotation + decode + terms of features
 
 In an idle fleet, copying the common prefix of many conversations costs less (see rotation). The
 terms are in seconds; alpha, worth and COPY_PRICE are factors:
@@ -11,16 +11,11 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
     reload   copying back blocks of the prompt that the replica has in slower tiers, such as host
              memory, and the earlier copies there that have to end first. It delays this request
              only and takes no GPU time
-    pull     copying blocks of the prompt from another replica's host memory instead of computing
-             them: the time until they are in GPU memory, and the time that other pulls lose
-             meanwhile. The later work for blocks that they evict is added (pulls.py). A pull takes
-             no GPU time. But in a busy fleet, a prompt that moves to the replica with the shortest
-             queue delays prompts there that no replica has cached
     memory   time until running answers have ended and the KV cache has space for the prompt
     own      prefill of the tokens that no replica has cached: it is the same work on every replica
     copy     prefill of the tokens that another replica has cached and this one has not, and does
-             not pull. Unlike own, it has the surcharge COPY_PRICE even if the fleet is idle: it
-             takes GPU time that other requests could use, and its blocks evict others
+             not get otherwise. Unlike own, it has the surcharge COPY_PRICE even if the fleet is
+             idle: it takes GPU time that other requests could use, and its blocks evict others
     setup    loading the request's variant of the model, such as a LoRA adapter, if it is not
              loaded. The engine computes nothing meanwhile
     alpha    the price of congestion. It is 1 while a quarter of the fleet is idle, and rises with
@@ -38,6 +33,9 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
              replicas become busy and cache pressure rises
     decode   how much this prompt slows down the answers that the replica is generating
 
+A feature adds terms (`Term`) with `PlacingFeature.weigh`. It says in seconds what a term takes, and
+`Price` says what that costs.
+
 Only waiting + own + copy would be too simple: a long prefix would be recomputed on an idle replica
 to save this request a little time, at the expense of all other requests.
 
@@ -48,15 +46,15 @@ that are k times slower get the same decisions if their requests arrive k times 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import TierBlocks
-from kvroute.contract.pull import LinkSpeed
 
 PRICE = 35.0  # alpha - 1 if the lower quartile of the waiting times is one Scale.busy_s
 MAX_PRICE = 40.0  # upper bound of alpha - 1
 COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
-# Price of the blocks that pulled blocks evict, as a multiple of the work that they cause later
+# Price of the blocks that copied blocks evict, as a multiple of the work that they cause later
 # according to the cache pressure.
 EVICTION_PRICE = 1.0
 # The term `rotation` of a replica that got twice as many new conversations as the mean, as a
@@ -69,22 +67,33 @@ IDLE_POWER = 16
 DECODE_STEPS = 11.0
 
 
-class PeerPull(NamedTuple):
-    """Blocks of a prompt that a replica would pull from another replica, its peer."""
+# What the seconds of a term are spent on, which says what they cost.
+# wait     they delay this request only
+# gpu      the replica computes nothing else meanwhile: they cost as much as `own`
+# network  they use the network, and no GPU time. But in a busy fleet, a prompt that moves to the
+#          replica with the shortest queue delays prompts there that no replica has cached
+Price = Literal["wait", "gpu", "network"]
 
-    peer_id: str
-    blocks: int  # the peer has this many leading blocks of the prompt in its host memory
-    transfer_s: float  # seconds of the transfer if no other pull is in progress
-    speed: LinkSpeed  # how fast the replica pulls, by its own figures
-    wait_s: float  # seconds until the earlier pulls at both ends should be done
-    reload_s: float  # seconds of the copy from the replica's host memory to the GPU
-    delay_s: float  # seconds that the pulls in progress at the peer lose
-    saved_s: float  # seconds of prefill that the pull replaces
 
-    @property
-    def seconds(self) -> float:
-        """Return the seconds until the blocks are in GPU memory."""
-        return self.wait_s + self.transfer_s + self.reload_s
+class Term(NamedTuple):
+    """A term of the cost that a feature adds to a candidate."""
+
+    name: str  # its name in receipts; Feature.terms has its words
+    seconds: float  # time until the prompt can be computed
+    price: Price
+    others_s: float = 0.0  # network: seconds that other copies lose meanwhile
+    evicted_s: float = 0.0  # network: seconds of prefill of the blocks that the copy brings
+    source_id: str = ""  # the other replica that it needs; empty: none
+    data: Any = None  # what the feature keeps with it
+
+    def cost_s(self, worth: float, prices: "Prices") -> float:
+        """Return the term of a candidate with this worth, multiplied by its price."""
+        if self.price == "network":
+            cost_s = prices.alpha * (self.seconds + self.others_s)
+            return (cost_s + prices.evicted * self.evicted_s) / prices.copy_uses
+        if self.price == "gpu":
+            return (1.0 + (prices.alpha - 1.0) * worth) * self.seconds
+        return self.seconds
 
 
 class Candidate(NamedTuple):
@@ -112,12 +121,22 @@ class Candidate(NamedTuple):
     # Number of conversations that started there with the prefix of the longest hit, divided by the
     # mean of all replicas.
     branch_share: float = 1.0
-    pull: PeerPull | None = None  # blocks to pull from a peer; hit_blocks includes them
+    terms: tuple[Term, ...] = ()  # the terms of features
+
+    def term(self, name: str) -> Term | None:
+        """Return the term of a feature; None: this candidate has none of this name."""
+        return next((term for term in self.terms if term.name == name), None)
 
     @property
-    def pull_s(self) -> float:
-        """Return the seconds until the pulled blocks are in GPU memory; 0: nothing to pull."""
-        return self.pull.seconds if self.pull else 0.0
+    def terms_wait_s(self) -> float:
+        """Return the seconds that terms of features delay this request but not others."""
+        return sum([term.seconds for term in self.terms if term.price != "gpu"])
+
+    @property
+    def stopped_s(self) -> float:
+        """Return the seconds before this prompt in which the engine computes nothing."""
+        terms = [term.seconds for term in self.terms if term.price == "gpu"]
+        return self.setup_s + sum(terms)
 
     @property
     def gpu_blocks(self) -> int:
@@ -127,8 +146,8 @@ class Candidate(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """Return the predicted time to the first token of this request, in seconds."""
-        waits_s = self.backlog_s + self.reload_s + self.pull_s + self.memory_s
-        return waits_s + self.own_s + self.copy_s + self.setup_s
+        waits_s = self.backlog_s + self.reload_s + self.terms_wait_s + self.memory_s
+        return waits_s + self.own_s + self.copy_s + self.stopped_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +157,23 @@ class Prices:
     alpha: float  # price of congestion
     rotation: float  # factor of the term `rotation`; 0 unless the prompt starts a conversation
     copy: float = COPY_PRICE  # surcharge for the term `copy`, as a multiple of it
-    copy_uses: float = 1.0  # conversations that share the cost of the terms `copy` and `pull`
-    evicted: float = 0.0  # price of the blocks that a pull evicts, as a multiple of its `saved_s`
+    # Conversations that share the cost of `copy` and of copies over the network.
+    copy_uses: float = 1.0
+    evicted: float = 0.0  # price of the blocks that a copy evicts, as a multiple of its `evicted_s`
 
 
 NO_PRICES = Prices(alpha=1.0, rotation=0.0)  # each term of the cost counts as its time
+
+
+class PromptFacts(NamedTuple):
+    """What a placement knows about its prompt, for features."""
+
+    chain: Sequence[Fingerprint]  # its reusable blocks
+    best_hit_blocks: int  # blocks of the longest hit on any replica
+    block_size: int  # tokens of a block
+    prompt_tokens: int
+    variant: str  # the variant of the model; see Scope
+    prices: Prices
 
 
 def prices(
@@ -182,11 +213,10 @@ def prices(
 
 
 class CostTerms(NamedTuple):
-    """The terms of the cost in seconds, each multiplied by its price."""
+    """The terms of the cost in seconds, each multiplied by its price, without those of features."""
 
     waiting: float
     reload: float
-    pull: float
     memory: float
     own: float
     copy: float
@@ -195,17 +225,18 @@ class CostTerms(NamedTuple):
     decode: float
 
 
-def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
-    """Return the terms of the candidate's cost."""
-    waiting, reload, *others = _terms(candidate, prices)
-    pull = pull_cost_s(candidate.pull, prices) if candidate.pull else 0.0
-    return CostTerms(waiting, reload, pull, *others)
+def terms_s(candidate: Candidate, prices: Prices) -> dict[str, float]:
+    """Return the terms of the candidate's cost by name, also those of features."""
+    terms = CostTerms(*_terms(candidate, prices))._asdict()
+    return terms | {term.name: term.cost_s(candidate.worth, prices) for term in candidate.terms}
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
     """Return the candidate's cost: the sum of its terms."""
     cost_s = sum(_terms(candidate, prices))
-    return cost_s + pull_cost_s(candidate.pull, prices) if candidate.pull else cost_s
+    for term in candidate.terms:
+        cost_s += term.cost_s(candidate.worth, prices)
+    return cost_s
 
 
 def copy_cost_s(copy_s: float, worth: float, prices: Prices) -> float:
@@ -214,17 +245,8 @@ def copy_cost_s(copy_s: float, worth: float, prices: Prices) -> float:
     return (1.0 + price + prices.copy * worth) * copy_s / prices.copy_uses
 
 
-def pull_cost_s(pull: PeerPull, prices: Prices) -> float:
-    """Return the term `pull` of a candidate with a pull."""
-    cost_s = prices.alpha * (pull.seconds + pull.delay_s) + prices.evicted * pull.saved_s
-    return cost_s / prices.copy_uses
-
-
 def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
-    """Return the fields of `CostTerms` as a plain tuple, which is made in a third of the time.
-
-    `pull` is missing, since few candidates have one. The callers add it.
-    """
+    """Return the fields of `CostTerms` as a plain tuple, which is made in a third of the time."""
     own_s, copy_s = candidate.own_s, candidate.copy_s
     price = (prices.alpha - 1.0) * candidate.worth
     return (

@@ -1,14 +1,15 @@
 """Receipts: each explains a placement with its numbers, and its main reason in a sentence."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
 from kvroute.blocks.tiers import Tier
 from kvroute.blocks.variants import name_of
+from kvroute.features import TERMS
 from kvroute.router.placement.attempts import Placement
-from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_s
+from kvroute.router.placement.policy import Candidate, prices, terms_s
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import Retention
 
@@ -19,7 +20,6 @@ RECEIPTS = "kvroute_receipts"  # the field of a response that has the receipts o
 REASONS = {
     "waiting": "{other} has {seconds} more prefill queued",
     "reload": "{other} would wait {seconds} longer for copies from slower memory",
-    "pull": "{other} would wait {seconds} longer for blocks from another replica's host memory",
     "memory": "the KV cache of {other} would have space for the prompt {seconds} later",
     "own": "{other} would take {seconds} longer to compute the tokens that no replica has cached",
     "copy": "it has {hits} of {tokens} tokens cached, and {other} has {other_hits}; computing the "
@@ -27,13 +27,13 @@ REASONS = {
     "setup": "it has loaded the LoRA adapter; loading it on {other} would take {seconds}",
     "rotation": "new conversations rotate over idle replicas, and this one is next",
     "decode": "this prompt would slow down fewer running answers on it than on {other}",
+    **{name: text.reason for name, text in TERMS.items()},
 }
 # Term of the cost -> the field of Candidate with the term's time in seconds. The cost is that time
 # multiplied by a price.
 SECONDS = {
     "waiting": "backlog_s",
     "reload": "reload_s",
-    "pull": "pull_s",
     "memory": "memory_s",
     "own": "own_s",
     "copy": "copy_s",
@@ -72,10 +72,7 @@ def receipt(
     listed = ranking[:limit]
     terms = [terms_s(candidate, factors) for candidate in listed] if factors else []
     tiers = sorted({part.tier for candidate in listed for part in candidate.reloads})
-    left_out = {
-        *([] if tiers else ["reload"]),
-        *([] if any(candidate.pull for candidate in listed) else ["pull"]),
-    }
+    names = [name for name in TERMS if any(candidate.term(name) for candidate in listed)]
     return {
         "policy": policy,
         "lora": name_of(placement.variant) or None,
@@ -92,9 +89,7 @@ def receipt(
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
         "reason": _reason(placement, terms, policy, is_batch=is_batch),
         "replicas": [
-            _replica(
-                candidate, candidate_terms, placement.block_size, tiers=tiers, left_out=left_out
-            )
+            _replica(candidate, candidate_terms, placement.block_size, tiers=tiers, names=names)
             for candidate, candidate_terms in zip_longest(listed, terms)
         ],
     }
@@ -111,18 +106,18 @@ def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any
 
 def _replica(
     candidate: Candidate,
-    terms: CostTerms | None,
+    terms: dict[str, float] | None,
     block_size: int,
     *,
     tiers: Sequence[Tier],
-    left_out: Collection[str],
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """Return one replica of a receipt.
 
     Args:
         terms: the terms of the replica's cost; None: the policy has no costs.
         tiers: the slower tiers from which at least one listed replica would get blocks.
-        left_out: names of terms to leave out, since they are 0 on all listed replicas.
+        names: the terms of features that at least one listed replica has.
     """
     blocks = {part.tier: part.blocks for part in candidate.reloads}
     reload: dict[str, float] = {
@@ -130,34 +125,31 @@ def _replica(
     }
     if tiers:
         reload["reload_s"] = round(candidate.reload_s, 4)
-    pull: dict[str, Any] = {}
-    if "pull" not in left_out:
-        pull = {
-            "pull_from": candidate.pull and candidate.pull.peer_id,
-            "pull_s": round(candidate.pull_s, 4),
-        }
+    of_features: dict[str, Any] = {}
+    for name in names:
+        term = candidate.term(name)
+        of_features[f"{name}_from"] = (term.source_id or None) if term else None
+        of_features[f"{name}_s"] = round(term.seconds, 4) if term else 0.0
+    if terms is not None:
+        terms = terms | {name: terms.get(name, 0.0) for name in names}
+        if not tiers:
+            del terms["reload"]  # it is 0 on all listed replicas
     return {
         "id": candidate.replica_id,
         "hit_tokens": candidate.hit_blocks * block_size,
         **reload,
-        **pull,
+        **of_features,
         "backlog_s": round(candidate.backlog_s, 4),
         "prefill_s": round(candidate.own_s + candidate.copy_s, 4),
         "unanswered": candidate.unanswered,
         "free_blocks": candidate.free_blocks,
-        "cost_s": round(sum(terms), 4) if terms else None,
-        "terms_s": _rounded(terms, left_out) if terms else None,
+        "cost_s": round(sum(terms.values()), 4) if terms else None,
+        "terms_s": {name: round(s, 4) for name, s in terms.items()} if terms else None,
     }
 
 
-def _rounded(terms: CostTerms, left_out: Collection[str]) -> dict[str, float]:
-    """Return the terms by name, rounded, without those to leave out."""
-    items = terms._asdict().items()
-    return {name: round(s, 4) for name, s in items if name not in left_out}
-
-
 def _reason(
-    placement: Placement, terms: Sequence[CostTerms], policy: str, *, is_batch: bool
+    placement: Placement, terms: Sequence[dict[str, float]], policy: str, *, is_batch: bool
 ) -> str:
     """Return the main reason of a placement as a sentence."""
     if not placement.ranking:
@@ -169,21 +161,28 @@ def _reason(
     if not terms:
         return f"the policy {policy} ignores caches"
     choice, other = placement.ranking[:2]
-    saved_s = {name: getattr(terms[1], name) - getattr(terms[0], name) for name in REASONS}
+    saved_s = {name: terms[1].get(name, 0.0) - terms[0].get(name, 0.0) for name in REASONS}
     name, seconds = max(saved_s.items(), key=itemgetter(1))
     if seconds <= 0:
         return (
             f"{other.replica_id} costs the same; this one has more free KV blocks, or was chosen "
             "at random"
         )
-    field = SECONDS.get(name)
     return REASONS[name].format(
         other=other.replica_id,
-        seconds=_duration(getattr(other, field) - getattr(choice, field)) if field else "",
+        seconds=_duration(_seconds(other, name) - _seconds(choice, name)),
         tokens=placement.prompt_tokens,
         hits=choice.hit_blocks * placement.block_size,
         other_hits=other.hit_blocks * placement.block_size,
     )
+
+
+def _seconds(candidate: Candidate, name: str) -> float:
+    """Return a term's time before it is multiplied by its price; 0: it has only a price."""
+    if name in SECONDS:
+        return float(getattr(candidate, SECONDS[name]))
+    term = candidate.term(name)
+    return term.seconds if term else 0.0
 
 
 def _duration(seconds: float) -> str:

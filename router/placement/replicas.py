@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
-from kvroute.blocks.tiers import HOST, Tier
+from kvroute.blocks.tiers import Tier
 from kvroute.blocks.variants import SETUP_S, is_key
-from kvroute.contract.pull import LinkSpeed
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.prefill.speed import PrefillModel, prefill_model
@@ -19,15 +17,6 @@ from kvroute.router.index.handshake import NO_REASONS, Handshake
 # Assumptions for a replica without a record.
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 UNKNOWN_STEP_TOKENS = 8192  # the most tokens that an engine step computes
-
-
-class Exchange(NamedTuple):
-    """What a replica needs to exchange blocks of its host memory with others."""
-
-    format: str  # replicas exchange blocks only if their formats are equal
-    address: str  # address of the replica's block server; empty: it does not let others pull
-    block_bytes: int  # bytes of one block
-    speed: LinkSpeed | None  # how fast it pulls; None: it does not pull
 
 
 class ReplicaRegistry:
@@ -52,8 +41,6 @@ class ReplicaRegistry:
         self.layouts: dict[str, Boundaries] = {}
         # Replica id -> its slower tiers, such as host memory. Replicas without any have no entry.
         self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}
-        # Replica id -> how it exchanges blocks with others. Replicas that do not have no entry.
-        self.exchanges: dict[str, Exchange] = {}
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
@@ -92,7 +79,6 @@ class ReplicaRegistry:
         self.layouts, unknown_layouts = _layouts(current)
         self.tiers = _tiers(current)
         self.handshake.check(current, unreadable, unknown_layouts)
-        self.exchanges = _exchanges(current, self.degraded)
         self._leased = self._records.keys() - set(unleased)
         setups_s = [record.load.setup_s for record in current]
         measured_s = [setup_s for setup_s in setups_s if setup_s != SETUP_S]
@@ -271,22 +257,3 @@ def _tiers(records: Iterable[ReplicaRecord]) -> dict[str, Mapping[Tier, TierFact
         for record in records
         if record.facts.tiers and record.facts.prefix_caching
     }
-
-
-def _exchanges(records: Iterable[ReplicaRecord], degraded: Collection[str]) -> dict[str, Exchange]:
-    """Return how replicas exchange blocks of their host memory, by replica id.
-
-    Engines with several cache groups do not, since a pull is a number of leading tokens.
-    """
-    exchanges = {}
-    for record in records:
-        facts, load = record.facts, record.load
-        if not facts.format or facts.layout is not None or record.id in degraded:
-            continue
-        if (tier := facts.tiers.get(HOST)) is None or not facts.prefix_caching:
-            continue
-        speed = None
-        if load.pull_bytes_per_s:
-            speed = LinkSpeed(load.pull_latency_s, load.pull_bytes_per_s)
-        exchanges[record.id] = Exchange(facts.format, facts.blocks_address, tier.block_bytes, speed)
-    return exchanges

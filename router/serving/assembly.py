@@ -27,7 +27,7 @@ from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
-from kvroute.router.dispatch.hand_over import HandOver
+from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
@@ -88,6 +88,9 @@ class Parts:
         )
         # Path of a route -> the feature that extends it.
         self.extending = {path: side for side in self.features for path in side.extends}
+        self.started: list[Callable[[Generation], None]] = own_methods(
+            self.features, RouterFeature.started
+        )
         placing = PlacingFeatures(self.features, partial(self.unreadable.add, "message"))
 
         # The stores in Redis.
@@ -157,9 +160,6 @@ class Parts:
             for line, line_wake in zip(placing.lines, self.line_wakes, strict=True)
         ]
         gate = Gate(self.fleet, self.liveness, self.holding, self.rooms)
-        self.hand_over = HandOver(
-            self.fleet, self.links, self.liveness.trusted, within_s=settings.hand_over_s
-        )
         self.questions = Questions(self.links, gate)
         self.dispatcher = Dispatcher(
             self.links,

@@ -65,7 +65,6 @@ class Diagnosis:
                 "leases_s": leases,
                 "backlogs_s": dict(ChainMap(*(each["backlogs_s"] for each in speeds))),
                 "slow": dict(ChainMap(*(each["slow"] for each in speeds))),
-                "pulls": dict(ChainMap(*(each["pulls"] for each in speeds))),
                 "wire": dict(ChainMap(*(model.wire() for model in self._models))),
                 "rendering_differences": dict(
                     ChainMap(*(engine["rendering_differences"] for engine in engines))

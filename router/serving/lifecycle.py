@@ -31,7 +31,6 @@ class Lifecycle:
             audit=parts.audit,
             unreadable=parts.unreadable,
             links=parts.links,
-            hand_over=parts.hand_over,
             blamed=parts.blamed,
             queue=parts.queue,
             features=parts.features,
@@ -65,7 +64,6 @@ class Lifecycle:
             "liveness": parts.liveness.run(),
             "holding": parts.holding.run(),
             "unstarted": parts.dispatcher.unstarted.run(),
-            "hand-over": parts.hand_over.run(),
             "neighbours": parts.neighbours.run(),
         }
         if parts.recorder is not None:

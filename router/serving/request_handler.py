@@ -191,7 +191,8 @@ class RequestHandler:
             return generation
         if expanded.opening is not None:
             expanded.opening.first_token(generation)
-        self._parts.hand_over.remember(generation)
+        for started in self._parts.started:
+            started(generation)
         if context.entry is not None:
             new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
             context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())

@@ -219,20 +219,17 @@ class Status:
         return self._parts.links.wire()
 
     def speeds(self) -> dict[str, dict[str, Any]]:
-        """Return how busy and how slow replicas are, and the speed of pulls.
+        """Return how busy and how slow replicas are.
 
         Returns:
             backlogs_s: replica -> the seconds of prefill that are queued or running there.
             slow: replica -> the factor by which it is slower.
-            pulls: replica that pulls -> the fields of its PullSpeed (placement/pulls.py).
         """
         fleet, running = self._parts.fleet, self.running
         backlogs_s = fleet.loads.backlogs_s(running, time.monotonic())
-        pulls = {id_: speed._asdict() for id_, speed in fleet.pulls.speeds().items()}
         return {
             "backlogs_s": dict(zip(running, backlogs_s, strict=True)),
             "slow": fleet.loads.slow_replicas(running),
-            "pulls": pulls,
         }
 
     def blamed(self) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ function show() {
   showFigures(router, ledger, replicas, decisions, things.get("queue"), things.get("seats"));
   showRouter(router);
   showCharts(things.get("history"), router);
-  showFleet(replicas);
+  showFleet(replicas, things.get("pulls"));
   showLedger(ledger);
   showNamed(things.get("prefixes"));
   showBatches(things.get("batches"));

@@ -27,13 +27,13 @@ const EVICTED = {
 const TERMS = {
   waiting: "queued prefill",
   reload: "reloading from host memory",
-  pull: "pulling from another replica",
   memory: "waiting for room in the cache",
   own: "computing what no replica holds",
   copy: "computing again what others hold",
   setup: "loading the LoRA adapter",
   rotation: "rotation of new conversations",
   decode: "slowing running answers",
+  pull: "pulling from another replica",
 };
 // Where the cached tokens of a prompt came from, if not from GPU memory.
 const SLOWER = [

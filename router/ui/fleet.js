@@ -36,6 +36,7 @@ const order = document.getElementById("order");
 const more = document.getElementById("more");
 const tiles = new Map(); // by replica id
 let replicas = [];
+let speeds = {}; // of pulls, by replica id
 let most = AT_ONCE;
 let isFirst = true;
 
@@ -47,8 +48,9 @@ more.addEventListener("click", () => {
   draw();
 });
 
-export function showFleet(all) {
+export function showFleet(all, pulls) {
   replicas = all;
+  speeds = pulls?.speeds ?? {};
   if (isFirst && all.length > AT_ONCE) order.value = "busiest";
   isFirst = false;
   sift.hidden = all.length < SIFTED;
@@ -116,9 +118,10 @@ function showCache(replica, bar, cache) {
 }
 
 function pulls(replica) {
-  if (!replica.pull_bytes_per_s) return null;
+  const speed = speeds[replica.id];
+  if (!speed) return null;
   const share = percent(replica.pulled_tokens, replica.prompt_tokens);
-  return `${share} of prompts pulled, at ${(replica.pull_bytes_per_s / 1e9).toPrecision(2)} GB/s`;
+  return `${share} of prompts pulled, at ${(speed.bytes_per_s / 1e9).toPrecision(2)} GB/s`;
 }
 
 function showFigures(replica, list) {

@@ -91,7 +91,7 @@ async def _pulled(
     blocks = (len(prompt) - 1) // BLOCK
     await until(lambda: len(peer.table.in_host) >= blocks)
     await asyncio.sleep(0.5)  # the last copies
-    pull = Pull("peer", peer.engine.facts.blocks_address, PULL_KEY, len(prompt), WITHIN_S)
+    pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, len(prompt), WITHIN_S)
     times["pulled"], pulled = await _first_token(own, prompt, pull)
     (result,) = [chunk.pulled for chunk in pulled if chunk.pulled]
     assert result.tokens == blocks * BLOCK, result

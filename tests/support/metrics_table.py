@@ -26,9 +26,7 @@ from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
-from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability import pull_metrics
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
@@ -70,7 +68,6 @@ def router() -> CollectorRegistry:
     metrics.export_queue(Queue[None](lambda: 1.0))
     links = Links(lambda: replicas(()))
     metrics.export_links(links)
-    pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
     parts = fake_parts(builtin_prompts(), features=FEATURES_ON)
     for side in parts.features:

@@ -91,7 +91,6 @@ def _replica(id_: str, number: int) -> dict[str, Any]:
         "prompt_tokens": 1_000,
         "hit_tokens": 850,
         "pulled_tokens": 50 * (number % 2),
-        "pull_bytes_per_s": 1_250_000_000 if number % 2 else None,
         "capacity_blocks": 400,
         "host_blocks": 0,
         "cached_blocks": 300,

@@ -579,24 +579,6 @@ def test_nothing_is_said_about_a_disk_cache_that_is_not_used() -> None:
     assert not of_disk(written=0.0)
 
 
-def link(**differs: float) -> dict[str, float]:
-    return {"bytes_per_s": 1e9, "tokens": 8192, "pull_s": 0.5, "computing_s": 2.0} | differs
-
-
-def test_a_link_that_is_slower_than_computing_is_a_warning() -> None:
-    (check,) = load_checks.pulls({"a": link(), "b": link(bytes_per_s=1e8, pull_s=5.0)})
-    assert (check.name, check.grade) == ("pulls", "warning")
-    assert check.finding == (
-        "replica b pulls blocks at 0.1 GB/s: 8,192 tokens take 5 s, and computing them 2 s"
-    )
-
-
-def test_links_that_are_faster_than_computing_are_ok() -> None:
-    (check,) = load_checks.pulls({"a": link(), "b": link(bytes_per_s=2e9)})
-    assert (check.grade, check.finding) == ("ok", "2 replicas can pull blocks, at 1 GB/s or more")
-    assert not [*load_checks.pulls({})]
-
-
 def test_a_replicas_metrics_contain_the_counters_of_its_cache() -> None:
     replica, router = (
         [sample for family in registry.collect() for sample in family.samples]

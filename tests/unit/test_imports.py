@@ -42,7 +42,6 @@ ORDER = (
     "kvroute.router.index",
     "kvroute.router.sessions",
     "kvroute.router.admission",
-    "kvroute.router.pulls",
     "kvroute.router.placement",
     "kvroute.router.api",
     "kvroute.router.queueing",

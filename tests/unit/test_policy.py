@@ -1,15 +1,14 @@
 """Where requests are placed, as small scenes."""
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.tiers import HOST, TierBlocks
-from kvroute.contract.pull import LinkSpeed
-from kvroute.router.placement.policy import Candidate, PeerPull, cost_s, prices, rank
+from kvroute.router.placement.policy import Candidate, Price, Prices, Term, cost_s, prices, rank
 from kvroute.router.placement.pressure import MAX_PRESSURE
 
 RNG = random.Random(7)
@@ -103,16 +102,14 @@ def test_ranking_no_replicas_is_not_an_error() -> None:
 
 
 seconds = st.floats(0, 100, allow_subnormal=False)
-pulls = st.builds(
-    PeerPull,
-    peer_id=st.just("peer"),
-    blocks=st.integers(1, 100),
-    transfer_s=seconds,
-    speed=st.just(LinkSpeed(0.0, 1.0)),
-    wait_s=seconds,
-    reload_s=seconds,
-    delay_s=seconds,
-    saved_s=seconds,
+terms = st.builds(
+    Term,
+    name=st.just("wait"),
+    seconds=seconds,
+    price=st.sampled_from(get_args(Price)),
+    others_s=seconds,
+    evicted_s=seconds,
+    data=st.none(),
 )
 candidates = st.lists(
     st.builds(
@@ -130,7 +127,7 @@ candidates = st.lists(
         setup_s=seconds,
         reload_s=seconds,
         worth=st.floats(0.01, 100),
-        pull=st.none() | pulls,
+        terms=st.lists(terms, max_size=2).map(tuple),
     ),
     max_size=20,
 )
@@ -167,8 +164,11 @@ def test_the_order_does_not_depend_on_the_unit_of_time(
 
 def scaled(candidate: Candidate, factor: float) -> Candidate:
     """Return the candidate with all times multiplied by `factor`."""
-    pull = candidate.pull and candidate.pull._replace(**_scaled(candidate.pull._asdict(), factor))
-    return candidate._replace(**_scaled(candidate._asdict(), factor) | {"pull": pull})
+    terms = [
+        term._replace(**_scaled(term._asdict(), factor) | {"seconds": factor * term.seconds})
+        for term in candidate.terms
+    ]
+    return candidate._replace(**_scaled(candidate._asdict(), factor) | {"terms": tuple(terms)})
 
 
 def _scaled(values: dict[str, Any], factor: float) -> dict[str, Any]:
@@ -192,3 +192,22 @@ def test_in_a_busy_fleet_a_slow_replica_costs_no_more_than_its_time() -> None:
     common = prices([healthy, slow], busy_s=UNIT_S)
     assert common.alpha > 10
     assert best(healthy, slow) == "slow"
+
+
+def test_what_the_seconds_of_a_features_term_are_spent_on_decides_what_they_cost() -> None:
+    common = Prices(alpha=11.0, rotation=0.0, copy_uses=2.0, evicted=3.0)
+    plain, slow = replica("plain"), replica("slow", worth=0.5)
+
+    def added_s(candidate: Candidate, *terms: Term) -> float:
+        return cost_s(candidate._replace(terms=terms), common) - cost_s(candidate, common)
+
+    wait, gpu = Term("t", 2.0, "wait"), Term("t", 2.0, "gpu")
+    network = Term("t", 2.0, "network", others_s=1.0, evicted_s=4.0)
+    assert added_s(plain, wait) == 2.0
+    assert added_s(plain, gpu) == 22.0
+    assert added_s(slow, gpu) == 12.0, "the time of a slow replica is worth less to others"
+    assert added_s(plain, network) == (11.0 * 3.0 + 3.0 * 4.0) / 2.0
+    assert added_s(plain, wait, gpu, network) == 2.0 + 22.0 + 22.5
+    candidate = plain._replace(terms=(wait, gpu, network), setup_s=1.0)
+    assert (candidate.terms_wait_s, candidate.stopped_s) == (4.0, 3.0)
+    assert candidate.ttft_s - plain.ttft_s == pytest.approx(7.0)

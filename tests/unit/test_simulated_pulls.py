@@ -55,7 +55,7 @@ def request(seed: int = 1, pull: Pull | None = None, namespace: str = "") -> Gen
 
 def pull_from(peer: SimulatedEngine, tokens: int = PROMPT, **fields: Any) -> Pull:
     own: dict[str, Any] = {
-        "address": peer.facts.blocks_address,
+        "address": peer.exchanging().address,
         "key": KEY,
         "within_s": LONG_S,
     } | fields
@@ -83,7 +83,7 @@ async def test_pulled_blocks_are_hits_in_host_memory(pair: Pair) -> None:
     events = await anext(own.events())
     stored = [event for event in events if isinstance(event, BlockStored) and event.group == HOST]
     assert len(stored[0].block_hashes) == BLOCKS
-    assert own.load().pull_bytes_per_s > 0
+    assert own.exchanging().bytes_per_s > 0
 
 
 async def test_only_missing_blocks_that_the_pull_names_are_copied(pair: Pair) -> None:
@@ -132,8 +132,8 @@ async def test_a_pull_that_fails_is_computed(pair: Pair, fields: Any, reason: st
 async def test_the_modelled_time_of_a_copy_is_limited(pair: Pair) -> None:
     peer, own = pair
     await collected(peer.generate, request())
-    block_s = own.facts.host.block_bytes / own.load().pull_bytes_per_s  # type: ignore[union-attr]
-    within_s = own.load().pull_latency_s + 5.5 * block_s
+    block_s = own.facts.host.block_bytes / own.exchanging().bytes_per_s  # type: ignore[union-attr]
+    within_s = own.exchanging().latency_s + 5.5 * block_s
     result = await own.pull(request(pull=pull_from(peer, within_s=within_s)))
     assert result.tokens <= 5 * SIZE
     assert result.reason == "late"
@@ -155,7 +155,7 @@ async def test_other_requests_run_while_one_waits_for_its_pull(pair: Pair) -> No
 @pytest.mark.parametrize("own", [{"pull": "off"}, {"host_cache_gb": "0"}])
 async def test_an_engine_without_pulls_computes_and_reports_nothing(own: dict[str, str]) -> None:
     engine = await started(**own)
-    assert (engine.facts.blocks_address, engine.load().pull_bytes_per_s) == ("", 0.0)
+    assert (engine.exchanging().address, engine.exchanging().bytes_per_s) == ("", 0.0)
     pull = Pull("peer", "127.0.0.1:1", KEY, PROMPT, LONG_S)
     chunks = await collected(engine.generate, request(pull=pull))
     assert {chunk.pulled for chunk in chunks} == {None}

@@ -61,7 +61,7 @@ class Seating(Feature):
             return None
         return RouterSeats(None if limit == "auto" else limit, max_wait_s=options.max_seat_wait_s)
 
-    def replayed(self) -> "RouterSeats":
+    def replayed(self, policy: str = "") -> "RouterSeats":
         from kvroute.features.seats.router_seats import RouterSeats
 
         return RouterSeats()

@@ -1,10 +1,11 @@
 """The names of the policies, for --help: an import of the policies takes half a second."""
 
+from kvroute.features import FEATURES
+
 POLICY_NAMES = (
     "kvroute",
     "kvroute-lru",
-    "kvroute-never-pull",
-    "kvroute-always-pull",
+    *(f"kvroute-{policy}" for feature in FEATURES for policy in feature.policies),
     "round-robin",
     "power-of-two",
     "least-loaded",

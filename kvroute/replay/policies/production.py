@@ -10,10 +10,11 @@ from typing import Any
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST
+from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
 from kvroute.contract.keep import SESSION_BITS, RetentionHint, batch_hint, hash_number
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
-from kvroute.contract.pull import PullResult
+from kvroute.contract.pull import Exchanging, PullResult, encode_exchanging
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.features import FEATURES
 from kvroute.features.line import Line
@@ -45,8 +46,7 @@ from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.policy import Candidate, PeerPull, Prices
-from kvroute.router.placement.pulls import Pulls
+from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, SessionHints
 
@@ -59,12 +59,21 @@ class Production:
     report_s = 0.25  # seconds between two reports: REPORT_INTERVAL_S in replica/deployment.py
     report_age_s = 0.002  # seconds until a report reaches the router
 
-    def __init__(self, setup: Setup, rng: random.Random) -> None:
+    def __init__(self, setup: Setup, rng: random.Random, *, policy: str = "") -> None:
+        """Create a router.
+
+        Args:
+            setup: The replicas.
+            rng: The source of random numbers.
+            policy: A policy of a feature (Feature.policies); empty: what routers do.
+        """
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
         self._queue = Queue[Request](lambda: self._fleet.loads.scale.busy_s)
-        sides = (feature.replayed() for feature in FEATURES)
-        features = PlacingFeatures(side for side in sides if side is not None)
+        sides = (
+            feature.replayed(policy if policy in feature.policies else "") for feature in FEATURES
+        )
+        self._features = features = PlacingFeatures(side for side in sides if side is not None)
         self._lines: Sequence[Line[Request, Any]] = features.lines
         # Index of a request that was not sent yet -> how long its blocks are to be kept.
         self._retentions: dict[int, Retention] = {}
@@ -101,15 +110,11 @@ class Production:
             max_num_seqs=setup.max_sequences,
             host=setup.tiers.get(HOST),
             disk=setup.tiers.get(DISK),
-            format="replay" if setup.link else "",
-            blocks_address="replay" if setup.link else "",
         )
         load = Load()
         if setup.link:
-            load = Load(
-                pull_latency_s=setup.link.latency_s, pull_bytes_per_s=setup.link.bytes_per_s
-            )
-        self._fleet.pulls = self.pulls(self._fleet)
+            exchanging = Exchanging("replay", "replay", *setup.link)
+            load = Load(features=encode_exchanging(exchanging))
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, load) for name in self._names)
         for name in self._names:
             self._fleet.mirror.join(name)
@@ -202,15 +207,16 @@ class Production:
             attempt.dispatch.new_tokens,
             self.retention_hint(keep),
             is_batch=is_in_lane,
-            pull=best.pull
-            and ModelledPull(
-                int(best.pull.peer_id), best.pull.blocks, self._fleet.pulls.within_s(best)
-            ),
+            pull=self._pull(attempt),
         )
 
-    def pulls(self, fleet: Fleet) -> Pulls:
-        """Return what decides about pulls."""
-        return fleet.pulls
+    def _pull(self, attempt: Attempt) -> ModelledPull | None:
+        """Return what the replica would be told to pull; None: nothing."""
+        request = self._features.sending(GenerateRequest(attempt.request_id, NO_TOKENS), attempt)
+        if (pull := request.pull) is None:
+            return None
+        block_size = self._fleet.caches.block_size
+        return ModelledPull(int(pull.replica_id), pull.tokens // block_size, pull.within_s)
 
     def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
         """Return whether the request gives way to others at its replica."""
@@ -225,7 +231,8 @@ class Production:
         return keep
 
     def on_pulled(self, request: Request, result: PullResult, now_s: float) -> None:
-        self._attempts[request.index].end_pull(result, now_s)
+        for answering in self._features.answering:
+            answering(self._attempts[request.index], Chunk((), 0, pulled=result), now_s)
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         self._attempts[request.index].first_token(now_s)
@@ -268,28 +275,6 @@ class LeastRecentlyUsed(Production):
         return None
 
 
-class NeverPull(Production):
-    """kvroute, but replicas never pull blocks from each other."""
-
-    def pulls(self, fleet: Fleet) -> Pulls:
-        fleet.pulls.is_on = False
-        return fleet.pulls
-
-
-class AlwaysPull(Production):
-    """kvroute, but a replica pulls whenever another one has more of the prompt."""
-
-    def pulls(self, fleet: Fleet) -> Pulls:
-        return UnconditionalPulls(fleet.replicas, fleet.loads, fleet.mirror)
-
-
-class UnconditionalPulls(Pulls):
-    """Plans a pull for each replica that has less of the prompt than another one."""
-
-    def is_worth(self, pull: PeerPull, candidate: Candidate, prices: Prices) -> bool:
-        return True
-
-
 class MinTtft(Production):
     """The replica with the earliest first token: queued prefill plus the prompt's own prefill.
 
@@ -304,8 +289,11 @@ class MinTtft(Production):
 POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute": Production,
     "kvroute-lru": LeastRecentlyUsed,
-    "kvroute-never-pull": NeverPull,
-    "kvroute-always-pull": AlwaysPull,
+    **{
+        f"kvroute-{policy}": partial(Production, policy=policy)
+        for feature in FEATURES
+        for policy in feature.policies
+    },
     **{name: partial(Baseline, name) for name in RANKINGS if name != "kvroute"},
     "consistent-hash": ConsistentHash,
     "sticky-least-loaded": StickyLeastLoaded,

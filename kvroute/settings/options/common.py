@@ -195,15 +195,6 @@ class CommonOptions(BaseModel):
             default="none: no adapters can be added",
         ),
     ] = None
-    hand_over_s: Annotated[
-        float,
-        Field(ge=0, le=3600),
-        Option(
-            CACHE,
-            "With --pull on: the most seconds for which other replicas copy cached blocks from a "
-            "replica that is removed. 0: they copy none.",
-        ),
-    ] = 30.0
     engine: Annotated[
         Literal["vllm", "simulated"],
         Option(

@@ -47,8 +47,8 @@ log = logging.getLogger("kvroute.replica")
 class OpenTiers(NamedTuple):
     """What a replica publishes about its slower tiers, besides their sizes."""
 
-    format: str = ""  # EngineFacts.format
-    address: str = ""  # EngineFacts.blocks_address
+    format: str = ""  # Exchanging.format
+    address: str = ""  # Exchanging.address
     # The measured speed of a pull of the replica from itself.
     latency_s: float = 0.0
     bytes_per_s: float = 0.0

@@ -26,7 +26,7 @@ async def pulled(peer: Running, own: Running, prompt: list[int], tls: TlsMode) -
     before = len(peer.table.in_host)
     await peer.run(request_of(prompt, max_tokens=16))
     await until(lambda: len(peer.table.in_host) >= before + len(prompt) // BLOCK)
-    pull = Pull("peer", peer.engine.facts.blocks_address, PULL_KEY, len(prompt), LONG_S, tls)
+    pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, len(prompt), LONG_S, tls)
     chunks = await own.run(replace(request_of(prompt, max_tokens=16), pull=pull))
     (result,) = [chunk.pulled for chunk in chunks if chunk.pulled]
     return result.tokens

@@ -51,7 +51,7 @@ async def pair(engines: tuple[Running, Running]) -> AsyncIterator[tuple[Running,
 
 
 def pull_from(peer: Running, tokens: int, **fields: Any) -> Pull:
-    pull = Pull("peer", peer.engine.facts.blocks_address, PULL_KEY, tokens, LONG_S)
+    pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, tokens, LONG_S)
     return replace(pull, **fields)
 
 
@@ -74,10 +74,10 @@ async def filled(peer: Running, prompt: list[int]) -> list[Chunk]:
 
 def test_the_engines_publish_where_they_serve_blocks(engines: tuple[Running, Running]) -> None:
     first, second = (running.engine for running in engines)
-    assert first.facts.blocks_address != second.facts.blocks_address
-    assert first.facts.format == second.facts.format != ""
-    assert first.load().pull_bytes_per_s > 0
-    assert first.load().pull_latency_s >= 0
+    assert first.exchanging().address != second.exchanging().address
+    assert first.exchanging().format == second.exchanging().format != ""
+    assert first.exchanging().bytes_per_s > 0
+    assert first.exchanging().latency_s >= 0
 
 
 @pytest.mark.parametrize("tokens", [500, 1_000, 2_000, 4_000])

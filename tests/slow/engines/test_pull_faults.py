@@ -86,7 +86,7 @@ async def filled(pair: Pair, seed: int) -> tuple[list[int], list[int]]:
 
 
 def pull_from(pair: Pair, address: str = "", within_s: float = LONG_S, name: str = "p") -> Pull:
-    address = address or pair.peer.engine.facts.blocks_address
+    address = address or pair.peer.engine.exchanging().address
     return Pull(name, address, PULL_KEY, PROMPT, within_s)
 
 
@@ -112,7 +112,7 @@ async def test_blocks_before_a_fault_of_the_link_are_used_and_the_rest_is_comput
     engines: Pair, faults: Faults, within_s: float, reason: str, seed: int
 ) -> None:
     prompt, computed = await filled(engines, seed)
-    with link(engines.peer.engine.facts.blocks_address, faults) as through:
+    with link(engines.peer.engine.exchanging().address, faults) as through:
         pull = pull_from(engines, through.address, within_s, name=reason)
         result = check(await answer(engines.own, prompt, pull), computed, within_s)
     assert (result.tokens, result.reason) == (WHOLE * BLOCK, reason)
@@ -124,7 +124,7 @@ async def test_blocks_before_a_fault_of_the_link_are_used_and_the_rest_is_comput
 async def test_a_slow_link_is_given_up_at_the_limit(engines: Pair) -> None:
     prompt, computed = await filled(engines, 1)
     slow = Faults(bytes_per_s=10 * MB)
-    with link(engines.peer.engine.facts.blocks_address, slow) as through:
+    with link(engines.peer.engine.exchanging().address, slow) as through:
         pull = pull_from(engines, through.address, LIMIT_S, name="slow")
         result = check(await answer(engines.own, prompt, pull), computed, LIMIT_S)
     assert result.reason == "late"
@@ -134,7 +134,7 @@ async def test_a_slow_link_is_given_up_at_the_limit(engines: Pair) -> None:
 async def test_blocks_that_disappear_at_the_peer_are_computed(engines: Pair) -> None:
     prompt, computed = await filled(engines, 2)
     slow = Faults(bytes_per_s=5 * MB)
-    with link(engines.peer.engine.facts.blocks_address, slow) as through:
+    with link(engines.peer.engine.exchanging().address, slow) as through:
         pull = pull_from(engines, through.address, name="clears")
         waiting = asyncio.create_task(answer(engines.own, prompt, pull))
         await until(lambda: through.sent_bytes > BEGUN)
@@ -160,7 +160,7 @@ async def test_a_frozen_peer_is_given_up_at_the_limit(engines: Pair) -> None:
 async def test_a_peer_that_freezes_during_a_pull_is_given_up_at_the_limit(engines: Pair) -> None:
     prompt, computed = await filled(engines, 4)
     slow = Faults(bytes_per_s=20 * MB)
-    with link(engines.peer.engine.facts.blocks_address, slow) as through:
+    with link(engines.peer.engine.exchanging().address, slow) as through:
         pull = pull_from(engines, through.address, LIMIT_S, name="freezes")
         waiting = asyncio.create_task(answer(engines.own, prompt, pull))
         await until(lambda: through.sent_bytes > BEGUN)
@@ -175,7 +175,7 @@ async def test_a_peer_that_freezes_during_a_pull_is_given_up_at_the_limit(engine
 async def test_a_peer_that_is_killed_during_a_pull(engines: Pair) -> None:
     prompt, computed = await filled(engines, 5)
     slow = Faults(bytes_per_s=5 * MB)
-    with link(engines.peer.engine.facts.blocks_address, slow) as through:
+    with link(engines.peer.engine.exchanging().address, slow) as through:
         waiting = asyncio.create_task(
             answer(engines.own, prompt, pull_from(engines, through.address, name="dies"))
         )

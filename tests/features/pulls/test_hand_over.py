@@ -16,12 +16,20 @@ from msgspec import structs
 from kvroute.blocks.chain import EVERYBODY
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Emit, GenerateRequest, TokenIds
-from kvroute.contract.pull import PullResult, Reason, encode_result
+from kvroute.contract.pull import (
+    Exchanging,
+    LinkSpeed,
+    PullResult,
+    Reason,
+    encode_exchanging,
+    encode_result,
+)
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
-from kvroute.router.dispatch.hand_over import HandOver, Outcome
-from kvroute.router.dispatch.recent_prompts import PROMPT_TOKENS, RecentPrompt, RecentPrompts
+from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.pulls.hand_over import HandOver, Outcome
+from kvroute.features.pulls.peer_pulls import Exchange, PlannedPulls
+from kvroute.features.pulls.recent_prompts import PROMPT_TOKENS, RecentPrompt, RecentPrompts
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.replicas import Exchange
 from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints
 from kvroute.wire.structs import decode_begin
 from tests.support.records import record
@@ -31,21 +39,29 @@ from tests.support.wired import Wired
 BLOCK = 4  # tokens
 BLOCKS = 50  # in each prompt
 HOST_BLOCKS = 1000
-LINK = Load(pull_latency_s=0.001, pull_bytes_per_s=1e7)
-SLOW_LINK = Load(pull_latency_s=0.001, pull_bytes_per_s=1e3)
+LINK, SLOW_LINK = LinkSpeed(0.001, 1e7), LinkSpeed(0.001, 1e3)
+NO_PULLS = LinkSpeed(0.0, 0.0)
 
 
-def peer(replica_id: str, *, blocks: int = HOST_BLOCKS, load: Load = LINK) -> ReplicaRecord:
+def peer(replica_id: str, *, blocks: int = HOST_BLOCKS, link: LinkSpeed = LINK) -> ReplicaRecord:
     tier = TierFacts(blocks=blocks, block_bytes=1000, bytes_per_s=1e7)
-    facts = record(replica_id, host=tier, format="f", blocks_address=f"{replica_id}:1")
-    return structs.replace(facts, load=load)
+    exchanging = Exchanging("f", f"{replica_id}:1", *link)
+    load = Load(features=encode_exchanging(exchanging))
+    return structs.replace(record(replica_id, host=tier), load=load)
 
 
 class Shrinking:
     """A fleet of replicas, of which "a" is removed, and a router's hand-over."""
 
     def __init__(self, *records: ReplicaRecord, within_s: float = 30.0) -> None:
-        self.fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
+        pulls = PlannedPulls()
+        self.fleet = Fleet(
+            model="m",
+            revision="",
+            block_size=BLOCK,
+            rng=random.Random(0),
+            features=PlacingFeatures([pulls]),
+        )
         for each in records:
             self.fleet.mirror.join(each.id)
         self.fleet.update(records)
@@ -57,7 +73,7 @@ class Shrinking:
         for id_, server in self.wired.servers.items():
             server.methods = {"pull": partial(self._pull, id_)}
         self.hand_over = HandOver(
-            self.fleet, self.wired.links, self.wired.links.connected, within_s=within_s
+            self.fleet, pulls, self.wired.links, self.wired.links.connected, within_s=within_s
         )
 
     async def _never(self, request: GenerateRequest, emit: Emit) -> None:
@@ -161,7 +177,7 @@ async def test_a_conversation_that_the_client_has_ended_is_not_pulled() -> None:
 
 
 async def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing() -> None:
-    fleet = Shrinking(peer("a"), peer("b", load=SLOW_LINK))
+    fleet = Shrinking(peer("a"), peer("b", link=SLOW_LINK))
     async with fleet.running():
         fleet.answer(1)
         await fleet.remove()
@@ -170,7 +186,7 @@ async def test_nothing_is_pulled_over_a_link_that_is_slower_than_computing() -> 
 
 
 async def test_nothing_is_pulled_without_pulls() -> None:
-    fleet = Shrinking(peer("a"), peer("b", load=Load()))
+    fleet = Shrinking(peer("a"), peer("b", link=NO_PULLS))
     async with fleet.running():
         fleet.answer(1)
         await fleet.remove()

@@ -11,38 +11,73 @@ from prometheus_client import CollectorRegistry
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
-from kvroute.contract.generation import Chunk
-from kvroute.contract.pull import PullAccess, PullResult, Reason
+from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
+from kvroute.contract.pull import (
+    Exchanging,
+    LinkSpeed,
+    Pull,
+    PullResult,
+    Reason,
+    encode_exchanging,
+)
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
+from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.pulls.peer_pulls import PeerPull, PlannedPulls, pull_of
+from kvroute.features.pulls.pull_metrics import PullMetrics
 from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.placement.attempts import Attempt, Placement
+from kvroute.router.placement.attempts import NO_OBSERVER, Attempt, Placement, RequestObserver
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.policy import Candidate, PeerPull
+from kvroute.router.placement.policy import Candidate
 from kvroute.router.placement.receipts import receipt
 from tests.support.records import record
 
 BLOCK = 4  # tokens; a replica computes 1000 a second, so 4 ms for a block
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 TIER = TierFacts(blocks=1000, block_bytes=1000, bytes_per_s=1e7)  # 0.1 ms for a block
-LINK = Load(pull_latency_s=0.002, pull_bytes_per_s=1e6)  # 1 ms for a block
+LINK = LinkSpeed(0.002, 1e6)  # 1 ms for a block
+NO_PULLS = LinkSpeed(0.0, 0.0)
 
 
-def peer(replica_id: str, load: Load = LINK, **differs: Any) -> ReplicaRecord:
+def peer(
+    replica_id: str,
+    link: LinkSpeed = LINK,
+    *,
+    format_: str = "f",
+    has_server: bool = True,
+    **differs: Any,
+) -> ReplicaRecord:
     """Return the record of a replica that exchanges blocks."""
-    fields: dict[str, Any] = {
-        "host": TIER,
-        "format": "f",
-        "blocks_address": f"{replica_id}:1",
-    } | differs
-    return structs.replace(record(replica_id, **fields), load=load)
+    address = f"{replica_id}:1" if has_server else ""
+    load = Load(features=encode_exchanging(Exchanging(format_, address, *link)))
+    return structs.replace(record(replica_id, **{"host": TIER} | differs), load=load)
 
 
-def fleet_of(*records: ReplicaRecord) -> Fleet:
-    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-    for each in records:
-        fleet.mirror.join(each.id)
-    fleet.update(records)
-    return fleet
+class PullingFleet(Fleet):
+    """A fleet whose replicas pull."""
+
+    def __init__(self, *records: ReplicaRecord, observer: RequestObserver = NO_OBSERVER) -> None:
+        self.pulls = PlannedPulls()
+        super().__init__(
+            model="m",
+            revision="",
+            block_size=BLOCK,
+            rng=random.Random(0),
+            observer=observer,
+            features=PlacingFeatures([self.pulls]),
+        )
+        for each in records:
+            self.mirror.join(each.id)
+        self.update(records)
+
+    def send(self, replica_id: str, request_id: str = "r") -> tuple[Attempt, Pull | None]:
+        """Send a prompt to a replica; return what it is told to pull."""
+        attempt = self.sent(place(self), replica_id, request_id, 0.0)
+        request = GenerateRequest(request_id, NO_TOKENS)
+        return attempt, self.features.sending(request, attempt).pull
+
+
+def fleet_of(*records: ReplicaRecord) -> PullingFleet:
+    return PullingFleet(*records)
 
 
 def hold(fleet: Fleet, replica_id: str, blocks: int) -> None:
@@ -57,7 +92,7 @@ def place(fleet: Fleet, at_s: float = 0.0) -> Placement:
 
 
 def pull_at(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> PeerPull | None:
-    return place(fleet, at_s).candidate(replica_id).pull
+    return pull_of(place(fleet, at_s).candidate(replica_id))
 
 
 def planned(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> PeerPull:
@@ -66,7 +101,7 @@ def planned(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> PeerPull:
     return pull
 
 
-def two(*, held: int = 100, **differs: Any) -> Fleet:
+def two(*, held: int = 100, **differs: Any) -> PullingFleet:
     """Return a fleet of a, which has leading blocks of CHAIN, and b, which has none."""
     fleet = fleet_of(peer("a"), peer("b", **differs))
     hold(fleet, "a", held)
@@ -81,17 +116,14 @@ def end(fleet: Fleet, attempt: Attempt, reason: Reason = "", *, took_s: float = 
     attempt.end()
 
 
-def without_pulls(candidate: Candidate) -> Candidate:
-    return candidate._replace(pull=None)
-
-
 def test_a_replica_pulls_what_another_one_has_in_host_memory() -> None:
     there = place(two()).candidate("b")
-    assert there.pull is not None
-    assert (there.pull.peer_id, there.pull.blocks, there.hit_blocks) == ("a", 100, 100)
+    pull = pull_of(there)
+    assert pull is not None
+    assert (pull.peer_id, pull.blocks, there.hit_blocks) == ("a", 100, 100)
     assert there.reloads == (TierBlocks(PEER, 100),)
     assert there.copy_s == 0.0
-    assert there.pull_s == pytest.approx(0.002 + 0.1 + 0.01)
+    assert there.terms_wait_s == pytest.approx(0.002 + 0.1 + 0.01)
 
 
 def test_a_pull_continues_after_the_replicas_own_hit() -> None:
@@ -99,7 +131,7 @@ def test_a_pull_continues_after_the_replicas_own_hit() -> None:
     hold(fleet, "b", 60)
     there = place(fleet).candidate("b")
     assert there.hit_blocks == 100
-    assert there.pull_s == pytest.approx(0.002 + 0.04 + 0.004)
+    assert there.terms_wait_s == pytest.approx(0.002 + 0.04 + 0.004)
 
 
 def test_the_replica_with_the_blocks_pulls_nothing() -> None:
@@ -113,18 +145,16 @@ def test_blocks_in_gpu_memory_alone_cannot_be_pulled() -> None:
 
 
 def test_a_link_that_is_slower_than_computing_is_not_used() -> None:
-    slow = Load(pull_latency_s=0.002, pull_bytes_per_s=1e4)
-    assert pull_at(two(load=slow), "b") is None
+    assert pull_at(two(link=LinkSpeed(0.002, 1e4)), "b") is None
 
 
 @pytest.mark.parametrize(
     "differs",
     [
-        {"format": "other"},
-        {"format": ""},
+        {"format_": "other"},
         {"host": None},
         {"prefix_caching": False},
-        {"load": Load()},  # it does not pull
+        {"link": NO_PULLS},
     ],
 )
 def test_replicas_that_cannot_exchange_blocks_do_not(differs: dict[str, Any]) -> None:
@@ -132,8 +162,8 @@ def test_replicas_that_cannot_exchange_blocks_do_not(differs: dict[str, Any]) ->
 
 
 def test_a_replica_without_a_block_server_pulls_but_is_no_peer() -> None:
-    assert pull_at(two(blocks_address=""), "b") is not None
-    fleet = fleet_of(peer("a", blocks_address=""), peer("b"))
+    assert pull_at(two(has_server=False), "b") is not None
+    fleet = fleet_of(peer("a", has_server=False), peer("b"))
     hold(fleet, "a", 100)
     assert pull_at(fleet, "b") is None
 
@@ -143,14 +173,14 @@ def test_the_peer_with_the_fewest_pulls_in_progress_is_chosen() -> None:
     hold(fleet, "a", 100)
     hold(fleet, "b", 100)
     first = planned(fleet, "c").peer_id
-    fleet.sent(place(fleet), "c", "r", 0.0)
+    fleet.send("c")
     assert {first, planned(fleet, "d").peer_id} == {"a", "b"}
 
 
 def test_a_pull_waits_for_those_in_progress_at_both_ends() -> None:
     fleet = fleet_of(*map(peer, "abc"))
     hold(fleet, "a", 100)
-    attempt = fleet.sent(place(fleet), "b", "r", 0.0)
+    attempt, _ = fleet.send("b")
     assert planned(fleet, "c").wait_s == pytest.approx(0.102)
     end(fleet, attempt)
     assert planned(fleet, "c", 1.0).wait_s == 0.0
@@ -159,7 +189,7 @@ def test_a_pull_waits_for_those_in_progress_at_both_ends() -> None:
 def test_the_router_learns_how_fast_each_link_is() -> None:
     fleet = fleet_of(*map(peer, "abc"))
     hold(fleet, "a", 100)
-    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0), took_s=0.204)
+    end(fleet, fleet.send("b")[0], took_s=0.204)
     links = fleet.pulls.links
     assert links.slowness("a", "b") > 1.0
     assert links.slowness("a", "c") == 1.0
@@ -169,7 +199,7 @@ def test_the_router_learns_how_fast_each_link_is() -> None:
 def test_a_peer_that_failed_is_left_out_for_a_while(reason: Reason) -> None:
     fleet = fleet_of(*map(peer, "abc"))
     hold(fleet, "a", 100)
-    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0), reason)
+    end(fleet, fleet.send("b")[0], reason)
     assert pull_at(fleet, "c", 1.0) is None
     assert pull_at(fleet, "c", 1.0 + 10 * fleet.loads.scale.busy_s) is not None
 
@@ -177,28 +207,29 @@ def test_a_peer_that_failed_is_left_out_for_a_while(reason: Reason) -> None:
 def test_a_block_that_is_gone_is_no_fault_of_the_peer() -> None:
     fleet = fleet_of(*map(peer, "abc"))
     hold(fleet, "a", 100)
-    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0), "gone")
+    end(fleet, fleet.send("b")[0], "gone")
     assert pull_at(fleet, "c", 1.0) is not None
 
 
 def test_the_replica_is_told_whom_to_pull_from_and_for_how_long() -> None:
     fleet = two()
-    there = place(fleet).candidate("b")
-    order = fleet.pulls.order(there, BLOCK, PullAccess(b"key"))
+    _, order = fleet.send("b")
     assert order is not None
-    assert (order.replica_id, order.address, order.key) == ("a", "a:1", b"key")
-    assert order.tokens == 100 * BLOCK
+    assert (order.replica_id, order.address, order.tokens) == ("a", "a:1", 100 * BLOCK)
     # Computing the blocks takes 0.4 s. Nobody waits much longer than that.
     assert 0.102 < order.within_s <= 0.102 + 0.4
-    assert fleet.pulls.order(there, BLOCK, None) is None
-    assert fleet.pulls.order(without_pulls(there), BLOCK, PullAccess(b"key")) is None
+    assert fleet.send("a", "without")[1] is None
 
 
-def test_a_peer_that_has_gone_since_the_placement_is_not_asked() -> None:
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_peer_that_cannot_be_reached_any_more_is_not_asked(is_gone: bool) -> None:
     fleet = two()
-    there = place(fleet).candidate("b")
-    fleet.update([peer("b")])
-    assert fleet.pulls.order(there, BLOCK, PullAccess(b"key")) is None
+    attempt = fleet.sent(place(fleet), "b", "r", 0.0)
+    if is_gone:
+        fleet.update([peer("b")])
+    else:
+        fleet.pulls.access = lambda rank_id: None  # type: ignore[method-assign]
+    assert fleet.features.sending(GenerateRequest("r", NO_TOKENS), attempt).pull is None
 
 
 def test_pulled_blocks_are_expected_at_the_replica_that_pulls() -> None:
@@ -219,19 +250,11 @@ def test_receipts_name_the_peer_and_the_price_of_the_pull() -> None:
 
 def test_pulls_are_counted_by_result() -> None:
     registry = CollectorRegistry()
-    fleet = Fleet(
-        model="m",
-        revision="",
-        block_size=BLOCK,
-        rng=random.Random(0),
-        observer=RouterMetrics(registry),
-    )
-    for id_ in "abc":
-        fleet.mirror.join(id_)
-    fleet.update([peer("a"), peer("b"), peer("c")])
+    fleet = PullingFleet(*map(peer, "abc"), observer=RouterMetrics(registry))
+    fleet.pulls.count = PullMetrics(registry).count  # type: ignore[method-assign]
     hold(fleet, "a", 100)
-    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0))
-    end(fleet, fleet.sent(place(fleet), "c", "s", 0.0), "late")
+    end(fleet, fleet.send("b")[0])
+    end(fleet, fleet.send("c", "s")[0], "late")
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"kvroute_{name}_total", labels)
@@ -258,8 +281,8 @@ def test_a_faster_link_never_raises_a_cost(
     held: list[int], bytes_per_s: float, times: float
 ) -> None:
     def costs(speed: float) -> dict[str, float]:
-        load = Load(pull_latency_s=0.002, pull_bytes_per_s=speed)
-        fleet = fleet_of(*(peer(str(i), load) for i in range(len(held))))
+        link = LinkSpeed(0.002, speed)
+        fleet = fleet_of(*(peer(str(i), link) for i in range(len(held))))
         for number, blocks in enumerate(held):
             hold(fleet, str(number), blocks)
         replicas = receipt(place(fleet), policy="kvroute")["replicas"]
@@ -276,23 +299,21 @@ def test_a_pull_never_exceeds_what_the_peer_has(held: list[int]) -> None:
         hold(fleet, str(number), blocks)
     for candidate in place(fleet).ranking:
         own = held[int(candidate.replica_id)]
-        if candidate.pull:
-            assert own < candidate.pull.blocks <= held[int(candidate.pull.peer_id)]
-        assert candidate.hit_blocks == (candidate.pull.blocks if candidate.pull else own)
+        if pull := pull_of(candidate):
+            assert own < pull.blocks <= held[int(pull.peer_id)]
+        assert candidate.hit_blocks == (pull.blocks if pull else own)
 
 
 @given(holdings, st.sampled_from(["address", "format", "speed"]))
 def test_without_peers_the_ranking_is_as_without_pulls(held: list[int], missing: str) -> None:
     def ranking(*, may_pull: bool) -> list[Candidate]:
-        differs: dict[str, Any] = {}
-        if missing == "address" or not may_pull:
-            differs = {"blocks_address": "", "format": "" if not may_pull else "f"}
         fleet = fleet_of(
             *(
                 peer(
                     str(i),
-                    Load() if missing == "speed" else LINK,
-                    **({"format": f"f{i}"} if missing == "format" else {}) | differs,
+                    NO_PULLS if missing == "speed" or not may_pull else LINK,
+                    format_=f"f{i}" if missing == "format" else "f",
+                    has_server=may_pull and missing != "address",
                 )
                 for i in range(len(held))
             )
@@ -309,11 +330,11 @@ def test_the_speed_of_pulls_is_that_of_the_slowest_link_known() -> None:
     first = fleet.pulls.speeds()["b"]
     assert first.bytes_per_s == pytest.approx(1e6)
     assert first.pull_s < first.computing_s
-    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0), took_s=10.0)
+    end(fleet, fleet.send("b")[0], took_s=10.0)
     later = fleet.pulls.speeds()["b"]
     assert later.bytes_per_s < first.bytes_per_s
     assert later.pull_s > first.pull_s
 
 
 def test_replicas_that_do_not_pull_have_no_speed_of_pulls() -> None:
-    assert not fleet_of(peer("a", load=Load())).pulls.speeds()
+    assert not fleet_of(peer("a", NO_PULLS)).pulls.speeds()

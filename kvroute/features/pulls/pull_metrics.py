@@ -5,8 +5,8 @@ from typing import get_args
 from prometheus_client import CollectorRegistry, Counter
 
 from kvroute.contract.pull import PullResult, Reason
+from kvroute.features.pulls.hand_over import HandOver
 from kvroute.process.exposition import Readings
-from kvroute.router.dispatch.hand_over import HandOver
 
 COMPLETE = "complete"  # label of pulls that copied all blocks
 UNKNOWN = "unknown"  # label of pulls of which no result came, for example of a lost replica

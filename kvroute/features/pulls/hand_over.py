@@ -20,11 +20,11 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Order
 from kvroute.contract.pull import Pull, PullResult, decode_result
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.pulls.peer_pulls import Exchange, PlannedPulls
+from kvroute.features.pulls.recent_prompts import RecentPrompt, RecentPrompts
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.recent_prompts import RecentPrompt, RecentPrompts
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.replicas import Exchange
 from kvroute.wire.structs import MAX_ORDER_S, encode_begin
 
 log = logging.getLogger("kvroute.dispatch")
@@ -54,6 +54,7 @@ class HandOver:
 
     Args:
         fleet: the replicas.
+        pulls: the pulls of requests.
         links: the connections to them.
         targets: returns the ranks that can get requests.
         within_s: the longest time of a hand-over; 0: there is none.
@@ -62,6 +63,7 @@ class HandOver:
     def __init__(
         self,
         fleet: Fleet,
+        pulls: PlannedPulls,
         links: Links,
         targets: Callable[[], Sequence[str]],
         *,
@@ -70,6 +72,7 @@ class HandOver:
         self.outcomes: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
         self.tokens = 0  # tokens whose blocks were pulled
         self._fleet = fleet
+        self._pulls = pulls
         self._links = links
         self._targets = targets
         self._within_s = within_s
@@ -85,9 +88,8 @@ class HandOver:
         blocks are evicted first, for example those of batch requests.
         """
         rank_id, retention = generation.replica_id, generation.retention
-        source = self._fleet.replicas.exchanges.get(rank_id)
-        is_on = self._within_s > 0 and self._fleet.pulls.is_on
-        if not is_on or source is None or not source.address or generation.features:
+        source = self._pulls.exchanges.get(rank_id)
+        if self._within_s <= 0 or source is None or not source.address or generation.features:
             return
         if retention is not None and retention.keep.order != Order.ENDED:
             self._prompts.store(
@@ -166,7 +168,7 @@ class HandOver:
             return "held"
         if to.pull_s >= to.computing_s or not self._has_space(received):
             return "dropped"
-        if not self._fleet.pulls.links.is_open(prompt.rank_id, to.rank_id, time.monotonic()):
+        if not self._pulls.links.is_open(prompt.rank_id, to.rank_id, time.monotonic()):
             return None
         received[to.rank_id] += to.blocks
         result = await self._pull(prompt, to, ends_s)
@@ -185,15 +187,15 @@ class HandOver:
         chain = fleet.caches.chain(prompt.token_ids, prompt.scope)
         hits = fleet.caches.find(chain, time.monotonic()).blocks
         for rank_id in self._targets():
-            exchange, load = fleet.replicas.exchanges.get(rank_id), fleet.loads.of(rank_id)
+            exchange, load = self._pulls.exchanges.get(rank_id), fleet.loads.of(rank_id)
             if exchange is None or not exchange.speed or exchange.format != prompt.source.format:
                 continue
             if prompt.scope.variant and prompt.scope.variant not in load.variants:
                 continue
             hit = hits.get(rank_id, 0)
             blocks, end = len(chain) - hit, len(chain) * size
-            slowness = fleet.pulls.links.slowness(prompt.rank_id, rank_id)
-            pull_s = fleet.pulls.copying_s(rank_id, blocks, slowness=slowness)
+            slowness = self._pulls.links.slowness(prompt.rank_id, rank_id)
+            pull_s = self._pulls.copying_s(rank_id, blocks, slowness=slowness)
             computing_s = load.computing_s(hit * size, end)
             yield Receiver(rank_id, exchange, end, blocks, pull_s, computing_s)
 
@@ -209,10 +211,10 @@ class HandOver:
 
     async def _pull(self, prompt: RecentPrompt, to: Receiver, ends_s: float) -> PullResult | None:
         """Let a rank pull a prompt's blocks; return None if it does not answer."""
-        access, now_s = self._links.pull_access(prompt.rank_id), time.monotonic()
+        access, now_s = self._pulls.access(prompt.rank_id), time.monotonic()
         if access is None or to.exchange.speed is None:
             return None
-        pulls, left_s = self._fleet.pulls, ends_s - now_s
+        pulls, left_s = self._pulls, ends_s - now_s
         wait_s = pulls.links.wait_s(prompt.rank_id, to.rank_id, now_s)
         # After this time, computing the blocks would have been faster.
         within_s = min(left_s, wait_s + to.pull_s + to.computing_s)

@@ -12,7 +12,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK
 from kvroute.contract.ranks import replica_of
-from kvroute.router.placement.replicas import Exchange
+from kvroute.features.pulls.peer_pulls import Exchange
 from kvroute.router.sessions.returns import Retention
 
 CAPACITY_TOKENS = 4_000_000  # limit of all prompts together: 16 MB
