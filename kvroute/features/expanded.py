@@ -1,8 +1,9 @@
 """A call with what features add to it, such as what the cluster has stored for it."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from fastapi import Response
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
     from kvroute.router.api.calls import Call
 
 
-@dataclass(frozen=True, slots=True)
-class Expanded:
+class Expanded(Struct, frozen=True):
     """A call as replicas get it, and what happens to the response."""
 
     call: "Call"

@@ -2,9 +2,9 @@
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
+from msgspec.structs import replace
 from ray.serve.handle import DeploymentHandle
 
 from kvroute.contract.adapters import digests
