@@ -63,11 +63,8 @@ def copy_without(names: Iterable[str], checkout: Path) -> None:
 
 def without(name: str, text: str) -> str:
     """Return the list of features without one: its line, and its name in the import."""
-    text = re.sub(rf"^    {name}\.\w+\(\),\n", "", text, flags=re.MULTILINE)
-    text = re.sub(rf"^from kvroute\.features import {name}\n", "", text, flags=re.MULTILINE)
-    return re.sub(
-        rf"^(from kvroute\.features import .*?){name}, |, {name}$", r"\1", text, flags=re.M
-    )
+    text = re.sub(rf"^    {name}(\.\w+\(\))?,\n", "", text, flags=re.MULTILINE)
+    return text.replace("from kvroute.features import (\n)\n", "")
 
 
 def python(checkout: Path, *arguments: str) -> None:
