@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from kvroute.command.batch_command import batch
-from kvroute.command.changes.keys_command import keys
 from kvroute.command.doctor_command import doctor
 from kvroute.command.drain_command import drain
 from kvroute.command.explain import explain
@@ -18,7 +17,6 @@ from kvroute.command.replay_options import ReplayOptions
 from kvroute.command.scale_command import scale
 from kvroute.command.serve_command import AttachOptions, ServeOptions, attach, serve
 from kvroute.command.status_command import status
-from kvroute.command.tenants_command import tenants
 from kvroute.features import FEATURES
 
 # The headings of the groups of commands in --help.
@@ -26,7 +24,7 @@ RUN = "Run a cluster"
 WATCH = "Watch a running cluster"
 PLAN = "Plan"
 
-GROUPS = {"keys": keys, "batch": batch}
+GROUPS = {"batch": batch}
 
 app = typer_app(no_args_is_help=True)
 
@@ -70,12 +68,13 @@ for name, group in GROUPS.items():
     app.add_typer(group, name=name, rich_help_panel=RUN)
 for feature in FEATURES:
     for name, commands in feature.commands().items():
-        if name in GROUPS:
+        if not isinstance(commands, typer.Typer):
+            app.command(name, cls=HelpfulCommand, rich_help_panel=WATCH)(commands)
+        elif name in GROUPS:
             GROUPS[name].add_typer(commands)
         else:
             app.add_typer(commands, name=name, rich_help_panel=RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)
-app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(tenants)
 _add(replay, ReplayOptions, PLAN)

@@ -5,7 +5,6 @@ import logging
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -14,13 +13,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
 from kvroute.features import FEATURES
+from kvroute.features.gate import Gate
 from kvroute.features.router_service import RouterServices
-from kvroute.keys.watched import WatchedKeys
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.process.ray_internals import listen_on_node_address
-from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import (
@@ -30,7 +28,7 @@ from kvroute.router.endpoints import (
     openai_routes,
     ui_routes,
 )
-from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.entrance import Entrance, gate_of
 from kvroute.router.middleware.open_requests import Admission
 from kvroute.router.middleware.origins import guard
 from kvroute.router.middleware.request_id import request_id
@@ -83,17 +81,13 @@ class Router:
         id_ = uuid.uuid4().hex[:12]
         request_spans.start(id_)
         settings = [RouterSettings.model_validate(values) for values, _ in models]
-        self._keys = await _keys(settings[0].api_keys)
-        self._limits = Limits(self._keys.limits) if self._keys else None
+        gate = await asyncio.to_thread(gate_of, settings[0])
         for model_settings, (_, replicas) in zip(settings, models, strict=True):
-            # Only the first model's Redis channel carries tenants' counts to the other routers.
-            limits = None if self._all else self._limits
-            self._all.append(await _model_router(id_, model_settings, replicas, limits))
+            self._all.append(await _model_router(id_, model_settings, replicas, gate))
         self._models = Models(id_, self._all)
         base = self._models.first.base
-        self._services = await asyncio.to_thread(_services, base, self._keys)
+        self._services = await asyncio.to_thread(_services, base)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
-        self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
         self._ending = asyncio.create_task(self._end_before_serve(drain_s))
         log_to_serve(self._models.only)
@@ -106,8 +100,6 @@ class Router:
         return application(
             self._models,
             self._bodies,
-            self._keys,
-            self._limits,
             answers=self._answers,
             services=self._services,
         )
@@ -130,14 +122,10 @@ class Router:
         for model in self._all:
             model.lifecycle.check()
         self._services.check()
-        if self._watching and self._watching.done():
-            self._watching.result()
 
     async def __del__(self) -> None:
         """Close the router; Serve calls this at shutdown."""
         self._ending.cancel()
-        if self._watching:
-            self._watching.cancel()
         await self._services.stop()
         self._services.close()
         await asyncio.gather(
@@ -157,33 +145,27 @@ class Router:
         self._answers.end()
 
 
-async def _keys(path: Path | None) -> WatchedKeys | None:
-    return await asyncio.to_thread(WatchedKeys, path) if path else None
-
-
-def _services(base: RouterBase, keys: WatchedKeys | None) -> RouterServices:
-    services = (feature.service(base, keys) for feature in FEATURES)
-    return RouterServices(service for service in services if service is not None)
+def _services(base: RouterBase) -> RouterServices:
+    services = (feature.service(base) for feature in FEATURES)
+    return RouterServices(service for service in (base.gate, *services) if service is not None)
 
 
 async def _model_router(
     id_: str,
     settings: RouterSettings,
     replicas: Sequence[DeploymentHandle],
-    limits: Limits | None,
+    gate: Gate,
 ) -> ModelRouter:
     """Load the model's tokenizer, and return its router."""
     folder = await asyncio.to_thread(resolve, settings.model)
     load = partial(Prompts, escapes=settings.escapes_special_tokens)
     tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
-    return ModelRouter(Parts(router_base(id_, settings, tokenizer), replicas, limits))
+    return ModelRouter(Parts(router_base(id_, settings, tokenizer, gate), replicas))
 
 
 def application(
     models: Models,
     bodies: Bodies,
-    keys: WatchedKeys | None = None,
-    limits: Limits | None = None,
     *,
     answers: RunningAnswers | None = None,
     services: RouterServices | None = None,
@@ -191,20 +173,14 @@ def application(
     """Return an application with all routes for these models.
 
     Args:
-        models: the models that the router serves.
-        bodies: reads and parses the bodies of requests.
-        keys: the API keys; None: every client may send requests.
-        limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
-        services: the services of features.
     """
     answers = answers or RunningAnswers()
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
     http.state.answers = answers
-    http.state.keys = keys
-    http.state.limits = limits
+    http.state.gate = gate = models.first.base.gate
     http.state.services = services = services or RouterServices()
     services.attach(http)
     # Requests that are refused before their model is known count for the first model.
@@ -212,8 +188,8 @@ def application(
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=refused)
     http.add_middleware(LastAnswers, answers=answers, refused=refused)
-    if keys is not None:
-        http.add_middleware(Access, keys=keys.keyring, refused=refused)
+    if not gate.is_open:
+        http.add_middleware(Entrance, gate=gate, refused=refused)
     guard(
         http,
         allowed=models.settings.allow_origin,

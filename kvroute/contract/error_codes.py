@@ -19,7 +19,6 @@ Code = Literal[
     "not_found",
     "overloaded",
     "quota_exceeded",
-    "rate_limit_exceeded",
     "replicas_died",
     "request_blamed",
     "request_timeout",

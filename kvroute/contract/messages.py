@@ -79,16 +79,6 @@ class PoisonedRequest(Struct, tag="b", array_like=True):
 Event = PoisonedRequest | Dispatch | FirstToken | RequestEnded | Restarted | SessionEnded
 
 
-class TenantCounts(Struct, array_like=True):
-    """The usage of a tenant with limits, at one router."""
-
-    tenant: Name
-    requests: Count  # running or waiting requests
-    prompt_tokens: Count  # prompt tokens of these requests
-    spent: Count  # uncached prompt tokens computed since the router began to count
-    debt: Count  # uncached tokens of all routers that still count against the rate limit
-
-
 class Waiting(Struct, array_like=True):
     """Some positions of a router's queue; each of the three lists has one item per position."""
 
@@ -109,7 +99,11 @@ class LearnedScale(Struct, array_like=True, frozen=True):
     requests: Count  # number of requests in these means
 
 
-RESERVED = msgspec.Raw(msgspec.msgpack.encode([0, 0.0]))
+# What newer routers send in the places that only older ones read, and which tell them nothing. So
+# both read each other's messages. Newer routers ignore what they get there.
+NO_TENANTS = msgspec.Raw(msgspec.msgpack.encode([]))
+NOT_COMPLETE = msgspec.Raw(msgspec.msgpack.encode(False))
+NO_SESSIONS = msgspec.Raw(msgspec.msgpack.encode([0, 0.0]))
 
 
 class RouterMessage(Struct, array_like=True):
@@ -118,12 +112,10 @@ class RouterMessage(Struct, array_like=True):
     version: Annotated[int, Meta(ge=0)]
     router: Name
     events: list[Event]  # empty: a heartbeat
-    tenants: list[TenantCounts] = []  # usage of the tenants whose counts have changed
-    is_complete: bool = False  # True: tenants that are not listed have no usage at this router
+    no_tenants: msgspec.Raw = NO_TENANTS
+    not_complete: msgspec.Raw = NOT_COMPLETE
     waiting: Waiting | None = None  # None: the queue has not changed
-    # Older routers read two numbers here, which tell them nothing if both are 0. Newer ones send
-    # them, so that both read each other's messages, and ignore what they get.
-    reserved: msgspec.Raw = RESERVED
+    no_sessions: msgspec.Raw = NO_SESSIONS
     scale: LearnedScale | None = None  # only heartbeats have it
     # The router's Ray cluster and application. Routers of other ones have other replicas. Empty:
     # unknown, because the router has an older version.

@@ -16,7 +16,6 @@ Kind = Literal[
     "blocks",
     "audit",
     "cluster",
-    "account",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FeatureKind = NewType("FeatureKind", str)  # a kind of one feature (Feature.unreadable)

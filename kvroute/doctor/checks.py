@@ -46,7 +46,6 @@ UNREADABLE_REMEDIES: dict[str, str] = {  # kind of an unreadable item in Redis -
     "blocks": FOREIGN,
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
-    "account": f"the usage that it counted is lost; {FOREIGN}",
     **UNREADABLE,
 }
 # Sources of the block counts that an audit compares -> their names in findings.

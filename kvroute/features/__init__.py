@@ -8,6 +8,7 @@ from kvroute.features import (
     audio,
     batches,
     changes,
+    keys,
     prefixes,
     pulls,
     responses,
@@ -17,6 +18,7 @@ from kvroute.features import (
 from kvroute.features.feature import Feature, Paths, RefusalText, TermText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
+    keys.ApiKeys(),
     seats.Seating(),
     prefixes.NamedPrefixes(),
     adapters.AddedLater(),

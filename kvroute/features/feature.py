@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from kvroute.doctor.checks import Check
+    from kvroute.features.gate import Gate
     from kvroute.features.placing_feature import PlacingFeature
     from kvroute.features.replica_feature import ReplicaBase, ReplicaFeature
     from kvroute.features.router_feature import RouterFeature
     from kvroute.features.router_service import RouterService
-    from kvroute.keys.watched import WatchedKeys
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
+    from kvroute.settings.router import RouterSettings
 
 # Gets the settings of `kvroute serve` (ServeSettings, with the options of features), and raises
 # StartError.
@@ -54,8 +55,8 @@ class TermText(NamedTuple):
 class Paths(NamedTuple):
     """What the router has to know about the paths of HTTP routes before it finds their route.
 
-    `use`, `observe`, `read` and `manage` say which role a key needs. Each path in them stands for
-    the paths below it, too. A path that is in none of them needs the role manage.
+    `use`, `observe`, `read` and `manage` say which role a caller needs (gate.py). Each path in them
+    stands for the paths below it, too. A path that is in none of them needs the role manage.
     """
 
     use: Sequence[str] = ()  # the role use
@@ -139,15 +140,23 @@ class Feature:
         """Return its side in the router of one model; None: it is off."""
         return None
 
-    def service(self, base: "RouterBase", keys: "WatchedKeys | None") -> "RouterService | None":
+    def gate(self, settings: "RouterSettings") -> "Gate | None":
+        """Return the gate of a router, which this feature closes; None: it closes none.
+
+        This runs in a thread, so it may wait for a disk.
+
+        Args:
+            settings: those of the first model, which are the cluster's where models cannot differ.
+        """
+        return None
+
+    def service(self, base: "RouterBase") -> "RouterService | None":
         """Return what a router has once for all of its models; None: it is off.
 
         This runs in a thread, so it may wait for a disk.
 
         Args:
-            base: that of the first model. Its settings are the cluster's, where models cannot
-                differ.
-            keys: the API keys; None: clients need none.
+            base: that of the first model.
         """
         return None
 
@@ -169,10 +178,11 @@ class Feature:
         """Return its HTTP routes, which every router has, also if the feature is off."""
         return ()
 
-    def commands(self) -> "Mapping[str, typer.Typer]":
-        """Return groups of commands by name: `kvroute NAME ...`.
+    def commands(self) -> "Mapping[str, typer.Typer | Callable[..., None]]":
+        """Return groups of commands by name, and functions that are commands: `kvroute NAME ...`.
 
-        If the core has a group of this name, the commands are added to it.
+        If the core has a group of this name, the commands are added to it. A single command is for
+        those who watch a cluster.
         """
         return {}
 

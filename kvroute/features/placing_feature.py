@@ -23,6 +23,8 @@ class PlacingFeature:
 
     name = ""  # the name of its folder, which is the key of its data in messages
     line: Line[Any, Any] | None = None  # where requests wait for it; None: none does
+    # Whether it also gets what routers of other Ray clusters share, which have other replicas.
+    hears_all = False
     # The router's publisher replaces this. A feature calls it when `share` has something new.
     on_change: Callable[[], object] = staticmethod(lambda: None)
 
@@ -89,8 +91,11 @@ class PlacingFeature:
             DECODE_ERRORS: the data cannot be read.
         """
 
+    def connected(self, is_connected: bool, now_s: float) -> None:
+        """Learn whether messages arrive from the other routers; called about once per second."""
+
     def forget(self, router: str) -> None:
-        """Forget a router that has ended."""
+        """Forget a router that has ended or is silent."""
 
 
 class PlacingFeatures:
@@ -132,6 +137,9 @@ class PlacingFeatures:
         self.session_ended: list[Callable[[int], None]] = own_methods(
             features, PlacingFeature.session_ended
         )
+        self.connected: list[Callable[[bool, float], None]] = own_methods(
+            features, PlacingFeature.connected
+        )
         shares = own_methods(features, PlacingFeature.share)
         self.sharing: list[PlacingFeature] = [share.__self__ for share in shares]
 
@@ -146,13 +154,18 @@ class PlacingFeatures:
         shared = {each.name: each.share(now_s) for each in self.sharing}
         return {name: data for name, data in shared.items() if data is not None}
 
-    def receive(self, router: str, data: Mapping[str, bytes], now_s: float) -> None:
+    def receive(
+        self, router: str, data: Mapping[str, bytes], now_s: float, *, is_own: bool = True
+    ) -> None:
         """Give each feature what another router shares. What no feature knows is ignored.
 
         Args:
             data: what the other router shares, by the name of the feature.
+            is_own: whether it is a router of the same Ray cluster, with the same replicas.
         """
         for feature in self.sharing:
+            if not (is_own or feature.hears_all):
+                continue
             try:
                 feature.receive(router, data.get(feature.name), now_s)
             except DECODE_ERRORS as error:

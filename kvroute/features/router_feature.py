@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvroute.process.exposition import Readings
     from kvroute.router.api.calls import Call
     from kvroute.router.dispatch.generation import Generation
+    from kvroute.router.placement.attempts import RequestObserver
     from kvroute.router.serving.assembly import Parts
     from kvroute.router.serving.rendering import RenderedCall
     from kvroute.router.sessions.breaks import Break
@@ -27,6 +28,7 @@ class RouterFeature(PlacingFeature):
     # Paths of the routes that it extends: `answer` and `expand` get their calls. No other feature
     # extends the same routes.
     extends: Sequence[str] = ()
+    observer: "RequestObserver | None" = None  # gets the events of this router's requests
 
     # Its life, in this order.
 

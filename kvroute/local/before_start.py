@@ -10,7 +10,9 @@ from rich.console import Console
 
 from kvroute.deployments import OWN_REPLICAS, REPLICAS
 from kvroute.features import FEATURES
-from kvroute.keys import key_file
+from kvroute.features.feature import Feature
+from kvroute.features.gate import UNGUARDED
+from kvroute.features.own_methods import own_methods
 from kvroute.local.embedded_redis import RedisAwayError, check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.ports import free_port, is_local, listen_error
@@ -83,24 +85,18 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_access(host: str, api_keys: Path | None, *, insecure: bool) -> None:
-    """Check the key file; require one if other machines can reach the address.
+    """Require API keys if other machines can reach the address, and a feature that checks them.
 
     Raises:
-        StartError: The key file is unusable, or other machines could connect without a key.
+        StartError: Other machines, or clients without a key, could use the cluster.
     """
-    if api_keys is None:
-        if insecure or is_local(host):
-            return
+    if api_keys is not None and not own_methods(FEATURES, Feature.gate):
+        raise StartError(UNGUARDED)
+    if api_keys is None and not (insecure or is_local(host)):
         raise StartError(
             f"--host is {host}, which other machines can reach, and there are no API keys; set "
             "--api-keys FILE (kvroute keys add makes one), or --insecure to let everyone in"
         )
-    try:
-        file = key_file.read(api_keys)
-    except key_file.KeyFileError as error:
-        raise StartError(f"--api-keys: {error}; kvroute keys add makes one") from None
-    if not file.keys:
-        raise StartError(f"--api-keys: {api_keys} has no key; add one with kvroute keys add")
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from kvroute.contract.generation import TokenIds
 from kvroute.features import ONCE
-from kvroute.keys.keyring import Caller, salted
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.api.call_limits import (
     MAX_CHOICES,
     MAX_N,
@@ -79,7 +79,7 @@ class Call(Struct, frozen=True):
     path: str
     raw: bytes  # the body as the client sent it; empty if it is a form
     body: Mapping[str, Any]  # the parsed body; for a form, the fields that a router uses
-    caller: Caller | None = None  # owner of the API key; None if the cluster has no API keys
+    caller: Caller = ANYONE  # the sender
     is_stored: bool = False  # the response will be stored
     headers: Mapping[str, str] = {}  # the headers that features read (Feature.headers)
     # The response should include receipts, which explain to which replica each prompt was sent.
@@ -98,7 +98,7 @@ class Call(Struct, frozen=True):
 
         It combines the tenant's salt and the body's.
         """
-        return salted(self.caller, self.body.get("cache_salt") or "")
+        return self.caller.salted(self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
         """Return the generating call that would have this call's prompt.
@@ -119,14 +119,14 @@ class Call(Struct, frozen=True):
             return replace(self, path=CHAT_COMPLETIONS if "messages" in self.body else COMPLETIONS)
         return None
 
-    def with_caller(self, caller: Caller | None) -> "Call":
+    def with_caller(self, caller: Caller) -> "Call":
         """Return the call with its caller.
 
         Raises:
-            ApiError: an image has a uuid, although there are API keys. In vLLM, a tenant that knows
+            ApiError: an image has a uuid, although there are tenants. In vLLM, a tenant that knows
                 the uuid could use the image of another tenant, or replace it.
         """
-        if caller is not None and next(_named_parts(self.raw, self.body), None):
+        if caller.tenant and next(_named_parts(self.raw, self.body), None):
             raise unsupported(
                 "uuid",
                 "an image has a uuid, which is not supported with API keys; leave uuid out",

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from kvroute.contract.keep import SESSION_BITS, hash_number, tenant_number
-from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.call_limits import MAX_NAME
 from kvroute.router.api.calls import Call, objects
 from kvroute.router.api.errors import invalid, shown
@@ -59,7 +58,7 @@ def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
         is_end and not parent,  # the end of a sub-agent is not the end of the session
         _is_marked(call) or _is_retained(call.body),
         bool(call.body.get("tools")),
-        tenant_number(tenant_of(call.caller) or call.cache_salt),
+        tenant_number(call.caller.tenant or call.cache_salt),
     )
 
 

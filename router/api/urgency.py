@@ -1,4 +1,4 @@
-"""Reads a request's priority and wait limit from its headers, body and API key."""
+"""Reads a request's priority and wait limit from its headers, body and caller."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import Any
 
 from kvroute.contract.priority import PRIORITIES, Priority, less_urgent, parse_priority
-from kvroute.keys.keyring import Caller
+from kvroute.features.gate import Caller
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError, invalid, shown
 
@@ -18,9 +18,9 @@ MAX_USER = 64  # longest name of a user, in characters; longer names are hashed
 
 
 def urgency_of(
-    headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller | None, *, max_wait_s: float
+    headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller, *, max_wait_s: float
 ) -> Urgency:
-    """Return the request's urgency, which has at most the priority class of its API key.
+    """Return the request's urgency, which is at most the priority class of its caller.
 
     Args:
         max_wait_s: the value of --max-wait-s; 0 means no limit.
@@ -31,7 +31,7 @@ def urgency_of(
     requested = _priority(headers.get(PRIORITY))
     requested_wait_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
     delay_s = _delay_s(body.get("priority"))
-    if caller is not None:
+    if caller.tenant:
         requested = less_urgent(caller.priority, requested or caller.priority)
         delay_s = max(0.0, delay_s)
     priority = requested or "default"
@@ -42,13 +42,13 @@ def urgency_of(
     return Urgency(priority, delay_s, requested_wait_s or limit_s, requested_wait_s, deadline_s)
 
 
-def sharer_of(caller: Caller | None, user: object) -> str:
+def sharer_of(caller: Caller, user: object) -> str:
     """Return who gets a fair share of the queue: the tenant, or else the `user` in the body.
 
     Returns:
         "" if the request has no tenant and no user.
     """
-    if caller is not None:
+    if caller.tenant:
         return caller.tenant
     if not isinstance(user, str) or len(user) <= MAX_USER:
         return user if isinstance(user, str) else ""

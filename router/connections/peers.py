@@ -7,8 +7,8 @@ only the load is balanced less well. If a router may have missed messages of ano
 treats all requests of that router as ended.
 
 While a fleet is upgraded, two Ray clusters may share the id of the cluster, and so the channel. Of
-a router of the other one, only what does not concern its replicas counts: the usage of tenants,
-requests that stop replicas, and the ends of sessions.
+a router of the other one, only what does not concern its replicas counts: requests that stop
+replicas, the ends of sessions, and what some features share.
 """
 
 import asyncio
@@ -36,7 +36,6 @@ from kvroute.contract.messages import (
 from kvroute.contract.records import VERSION
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.placing_feature import NO_FEATURES, PlacingFeatures
-from kvroute.router.admission.limits import Limits
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
@@ -58,20 +57,19 @@ RETRY_S = 0.5  # seconds between attempts to reach Redis during an outage
 
 
 class PeerPublisher(RequestObserver):
-    """Publishes this router's requests, its queue and its tenants' usage to the other routers."""
+    """Publishes this router's requests, its queue and what features share to the other routers."""
 
     def __init__(
         self,
         router: str | None = None,
         *,
-        limits: Limits | None = None,
         queue: Queue[Any] | None = None,
         features: PlacingFeatures = NO_FEATURES,
         scale: Callable[[], LearnedScale | None] = lambda: None,
         origin: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the publisher, and publish changes of limits, queue and features from now on.
+        """Create the publisher, and publish changes of the queue and of features from now on.
 
         Args:
             router: id of this router; random by default.
@@ -84,14 +82,11 @@ class PeerPublisher(RequestObserver):
         self._scale_sent_s = -math.inf  # time when the result of `scale` was last published
         self.router = router or uuid.uuid4().hex[:12]
         self._origin = origin
-        self._limits = limits
         self._queue = queue
         self._features = features
         self._clock = clock
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
-        if limits is not None:
-            limits.on_change = self._has_events.set
         if queue is not None:
             queue.on_change = self._has_events.set
         for feature in features.sharing:
@@ -117,7 +112,6 @@ class PeerPublisher(RequestObserver):
         """Return the next message: the events since the last call, and the current counts."""
         events, self._events = self._events, []
         now_s = self._clock()
-        tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
         waiting = None if self._queue is None else self._queue.report(now_s)
         scale = self._scale() if now_s >= self._scale_sent_s + ALIVE_S else None
         if scale is not None:
@@ -126,8 +120,6 @@ class PeerPublisher(RequestObserver):
             version=VERSION,
             router=self.router,
             events=events,
-            tenants=tenants,
-            is_complete=is_complete,
             waiting=waiting,
             scale=scale,
             origin=self._origin,
@@ -157,8 +149,6 @@ class PeerPublisher(RequestObserver):
                 await asyncio.sleep(BATCH_S)
             except REDIS_ERRORS:
                 self._events = [Restarted()]
-                if self._limits is not None:
-                    self._limits.force_complete_report()
                 due_s = -math.inf
                 await asyncio.sleep(RETRY_S)
 
@@ -170,10 +160,7 @@ class PeerPublisher(RequestObserver):
 
 
 class PeerSubscriber:
-    """Receives the other routers' messages, and counts their requests.
-
-    These requests count as load of the replicas, and towards the limits of tenants.
-    """
+    """Receives the other routers' messages, and counts their requests as load of the replicas."""
 
     def __init__(
         self,
@@ -182,7 +169,6 @@ class PeerSubscriber:
         own: str,
         origin: str = "",
         clock: Callable[[], float] = time.monotonic,
-        limits: Limits | None = None,
         queue: Queue[Any] | None = None,
         blamed: Callable[[bytes], object] = lambda digest: None,
     ) -> None:
@@ -198,7 +184,6 @@ class PeerSubscriber:
         self._blamed = blamed
         self._fleet = fleet
         self._queue = queue
-        self._limits = limits
         # Time of the last message of any router, including this one.
         self._last_received_s = -math.inf
         # Start of the current period in which messages arrive without a gap of CUT_OFF_S.
@@ -245,12 +230,10 @@ class PeerSubscriber:
         if message.router == self.own:
             return
         self._last_message_s[message.router] = now_s = self._clock()
-        if self._limits is not None:
-            self._limits.receive(
-                message.router, message.tenants, is_complete=message.is_complete, now_s=now_s
-            )
-        if message.origin in ("", self._origin):
+        is_own = message.origin in ("", self._origin)
+        if is_own:
             self._receive_load(message, now_s)
+        self._fleet.features.receive(message.router, message.features, now_s, is_own=is_own)
         for event in message.events:
             match event:
                 case PoisonedRequest():
@@ -262,7 +245,6 @@ class PeerSubscriber:
         """Count the requests of another router that has the same replicas."""
         if self._queue is not None and message.waiting is not None:
             self._queue.receive(message.router, message.waiting, now_s)
-        self._fleet.features.receive(message.router, message.features, now_s)
         if message.scale is not None:
             self._fleet.loads.scale.adopt(message.scale)
         attempts = self._attempts.setdefault(message.router, {})
@@ -285,7 +267,7 @@ class PeerSubscriber:
 
     def forget_silent(self) -> None:
         """End the requests of silent routers: either they died, or this router is disconnected."""
-        self._share_limits()
+        self._tell_features()
         limit_s = self._clock() - SILENCE_S
         for router in [router for router, at_s in self._last_message_s.items() if at_s < limit_s]:
             self._forget(router)
@@ -293,7 +275,7 @@ class PeerSubscriber:
     def forget_all(self) -> None:
         """End the requests of all other routers, because Redis cannot be reached."""
         self._last_received_s = -math.inf
-        self._share_limits()
+        self._tell_features()
         for router in list(self._last_message_s):
             self._forget(router)
 
@@ -303,23 +285,19 @@ class PeerSubscriber:
             self._connected_since_s = now_s
         self._last_received_s = now_s
 
-    def _share_limits(self) -> None:
-        """Enforce only a share of the limits while this router is cut off from the other ones.
+    def _tell_features(self) -> None:
+        """Tell features whether this router is cut off from the other ones.
 
-        Enforce the whole limits when messages have arrived for SILENCE_S without a gap.
+        It is connected again when messages have arrived for SILENCE_S without a gap.
         """
-        if self._limits is None:
-            return
         now_s = self._clock()
-        if now_s - self._last_received_s > CUT_OFF_S:
-            self._limits.cut_off(now_s)
-        elif now_s - self._connected_since_s >= SILENCE_S:
-            self._limits.rejoin(now_s)
+        is_cut_off = now_s - self._last_received_s > CUT_OFF_S
+        if is_cut_off or now_s - self._connected_since_s >= SILENCE_S:
+            for connected in self._fleet.features.connected:
+                connected(not is_cut_off, now_s)
 
     def _forget(self, router: str) -> None:
         del self._last_message_s[router]
-        if self._limits is not None:
-            self._limits.forget(router)
         if self._queue is not None:
             self._queue.forget(router)
         self._fleet.features.forget(router)

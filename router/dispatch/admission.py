@@ -1,7 +1,7 @@
 """Admission: decides when a prompt may be sent to a replica.
 
-A prompt must be within the limits of its tenant, the features with a line must let it go, and the
-queue must release it. Each prompt has a Ticket. If the prompt had to wait, the caches of the
+The gate must let a prompt in, the features with a line must let it go, and the queue must release
+it. Each prompt has a Ticket. If the prompt had to wait, the caches of the
 replicas have changed in the meantime. So the ticket does not admit it yet: the dispatcher places
 the prompt again, and asks for admission again.
 """
@@ -34,7 +34,7 @@ FIRST_PAUSE_S = 0.025
 LONGEST_PAUSE_S = 0.5  # the longest such pause
 
 
-class Gate:
+class AdmissionControl:
     """The parts that decide when prompts for one model may be sent, in one router.
 
     Args:
@@ -74,16 +74,18 @@ class Gate:
 
 
 class Ticket:
-    """One prompt's progress through the limits, the features' lines and the queue.
+    """One prompt's progress through the gate, the features' lines and the queue.
 
     Attributes:
         context: the request's context. The ticket sets `wait`, `urgency` and `retention`.
     """
 
-    def __init__(self, gate: Gate, context: RequestContext) -> None:
+    def __init__(self, control: AdmissionControl, context: RequestContext) -> None:
         self.context = context
-        self._gate = gate
-        self._rooms = [] if context.is_resumed else [*gate.rooms]  # which the prompt has to leave
+        self._control = control
+        self._rooms = (
+            [] if context.is_resumed else [*control.rooms]
+        )  # which the prompt has to leave
         # Reason of a feature's line -> seconds that the prompt has waited in it.
         self._waits_s = {room.line.reason: 0.0 for room in self._rooms}
         self._refused_s = (
@@ -110,7 +112,7 @@ class Ticket:
         Raises:
             ApiError: no replica was ready in time.
         """
-        running = await self._gate.running(excluded_ids, self.context.urgency)
+        running = await self._control.running(excluded_ids, self.context.urgency)
         running = [id_ for id_ in running if id_ not in avoided_ids] or running
         if self._admitted is None or not self._admitted.allowed_ids:
             return running
@@ -127,15 +129,13 @@ class Ticket:
             False if the prompt had to wait and has to be placed again.
 
         Raises:
-            ApiError: the prompt waited too long, or would wait too long.
-            OverLimitError: the prompt would exceed a limit of its tenant.
+            ApiError: the gate does not let the prompt in, or its wait is or would be too long.
         """
-        if self.context.entry is not None:
-            tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
-            self.context.entry.admit(request_id, tokens, new_tokens, now_s)
+        tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
+        self.context.entry.admit(request_id, tokens, new_tokens, now_s)
         retention = self.context.retention
         if retention is None:
-            retention = self._gate.fleet.retention(placement, self.context.hints)
+            retention = self._control.fleet.retention(placement, self.context.hints)
         self.context = replace(self.context, retention=retention)
         return await self._leave_rooms(placement) and await self._leave_queue(placement)
 
@@ -171,7 +171,7 @@ class Ticket:
     def overdue(self, now_s: float) -> ApiError:
         """Return the error for a prompt that no engine has started within its wait limit."""
         waited_s = now_s - self.context.ready_s - self._held_s
-        return self._gate.holding.overdue(self.context.urgency, waited_s)
+        return self._control.holding.overdue(self.context.urgency, waited_s)
 
     def pause_s(self, error: RefusedError, now_s: float) -> float:
         """Return how long to pause, since all replicas have refused the prompt.
@@ -213,7 +213,7 @@ class Ticket:
         """Wait in the queue if replicas are busy; return False if the prompt had to wait."""
         if self._admitted is not None:
             return True
-        self._admitted = await self._gate.holding.admit(placement, self.context)
+        self._admitted = await self._control.holding.admit(placement, self.context)
         wait = self._admitted.wait
         self.context = replace(
             self.context,

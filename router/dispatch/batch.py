@@ -53,7 +53,6 @@ async def batch_response(
 
     Raises:
         ApiError: a prompt cannot run, or no replica can continue the response to it.
-        OverLimitError: a prompt would exceed a limit of its tenant.
     """
     answers = _Answers(starts, prompts)
     is_streamed = False

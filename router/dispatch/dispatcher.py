@@ -21,7 +21,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.connections.links import HungError, Links
 from kvroute.router.connections.unstarted import TakenBackError, Unstarted
-from kvroute.router.dispatch.admission import Gate, Ticket
+from kvroute.router.dispatch.admission import AdmissionControl, Ticket
 from kvroute.router.dispatch.blamed import REFUSED_S, PoisonList
 from kvroute.router.dispatch.generation import (
     LOST,
@@ -67,17 +67,17 @@ class Dispatcher:
         self,
         links: Links,
         fleet: Fleet,
-        gate: Gate,
+        control: AdmissionControl,
         *,
         shared_tokens: Iterable[Callable[[TokenIds], int]] = (),
         blamed: PoisonList | None = None,
     ) -> None:
         self._links = links
         self._fleet = fleet
-        self.gate = gate
+        self.control = control
         self._shared_tokens = tuple(shared_tokens)
         self._blamed = blamed or PoisonList()
-        self.unstarted = Unstarted(links.call, fleet, gate.liveness.trusted)
+        self.unstarted = Unstarted(links.call, fleet, control.liveness.trusted)
         self._waiting = 0  # requests that pause because all replicas have refused them
         self._lock = FairLock()
         # Whether a call is a batch request -> limit of its prompts that wait for their first token.
@@ -101,7 +101,6 @@ class Dispatcher:
 
         Raises:
             ApiError: see `start`.
-            OverLimitError: see `start`.
         """
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
@@ -160,10 +159,9 @@ class Dispatcher:
         Raises:
             ApiError: no replica accepts the prompt in time, too many replicas die, or the engine
                 refuses the prompt.
-            OverLimitError: the prompt would exceed a limit of its tenant.
         """
         stalled = set[str]()  # replicas that the request was taken back from
-        ticket = Ticket(self.gate, context)
+        ticket = Ticket(self.control, context)
         while True:
             self._blamed.check(request)
             self._check(losses, request)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import LateError, Links, UnansweredError
-from kvroute.router.dispatch.admission import Gate
+from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.losses import Losses, engine_failure
 
 log = logging.getLogger("kvroute.dispatch")
@@ -22,9 +22,9 @@ MAX_EXTRA_CALLS = 4
 class Questions:
     """Sends each call to a replica with few pending calls."""
 
-    def __init__(self, links: Links, gate: Gate) -> None:
+    def __init__(self, links: Links, control: AdmissionControl) -> None:
         self._links = links
-        self._gate = gate
+        self._control = control
 
     async def ask(
         self,
@@ -48,7 +48,7 @@ class Questions:
         """
         excluded_ids, losses = set[str](), Losses()
         for _ in range(TRIES):
-            running = await self._gate.running(excluded_ids)
+            running = await self._control.running(excluded_ids)
             replica_id = self._chosen(running, prefer)
             try:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
@@ -63,7 +63,7 @@ class Questions:
                         replica_id, died=True, is_excluded=True, held_s=0.0, tokens=0, words=words
                     )
                     losses.check()
-                if len(excluded_ids) == len(replicas_of(self._gate.liveness.trusted())):
+                if len(excluded_ids) == len(replicas_of(self._control.liveness.trusted())):
                     break
         raise ApiError(503, "no replica has answered; try again")
 

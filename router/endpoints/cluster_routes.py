@@ -1,9 +1,8 @@
-"""The HTTP routes for operators: health, replicas, audits, diagnosis, usage, metrics."""
+"""The HTTP routes for operators: health, replicas, audits, diagnosis, metrics."""
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
 
@@ -12,12 +11,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.process import vllm_build
-from kvroute.router.accounting.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
 from kvroute.router.serving.status import STATUS_S, ModelHealth, Status, feature_states
-from kvroute.store.accounts import KEPT_DAYS
 from kvroute.store.connection import REDIS_ERRORS
 
 routes = APIRouter()
@@ -141,25 +138,9 @@ async def canary(models: Served) -> Response:
 async def diagnosis(request: Request, models: Served) -> Response:
     """Return the facts for `kvroute doctor`, as this router sees them."""
     _, port = request.scope["server"]
-    findings = await models.diagnosis.run(port=port, keys=request.app.state.keys)
+    findings = await models.diagnosis.run(port=port, gate=request.app.state.gate)
     findings |= await request.app.state.services.facts()
     return JSONResponse({"router": models.router_id} | findings)
-
-
-@routes.get("/v1/cluster/tenants")
-async def tenants(
-    models: Served, since: str | None = None, until: str | None = None, model: str | None = None
-) -> Response:
-    """Return each tenant's usage in a period, in descending order of GPU seconds."""
-    today = datetime.now(UTC).date()
-    days = days_between(since, until, today=today, limit=KEPT_DAYS)
-    selected = models.all if model is None else [models.select(model)]
-    with needing_redis():
-        by_model = await asyncio.gather(*(served.status.tenants(days) for served in selected))
-    accounts = label_by_model(selected, by_model)
-    accounts.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
-    period = {"since": days[0].isoformat(), "until": days[-1].isoformat()}
-    return JSONResponse({"object": "list", **period, "data": accounts})
 
 
 @routes.get("/v1/metrics/targets")

@@ -1,5 +1,6 @@
 """OpenAI's HTTP routes, and /v1/route, which explains where a prompt would be sent."""
 
+import time
 from contextlib import ExitStack, suppress
 from functools import partial
 
@@ -12,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.blocks.variants import name_of
 from kvroute.features import HEADERS
-from kvroute.keys.keyring import tenant_of
-from kvroute.router.admission.limits import Entry
+from kvroute.features.gate import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
     CHAT_COMPLETIONS,
@@ -36,15 +36,8 @@ from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
-from kvroute.router.endpoints.limited import (
-    add_headers,
-    counting_refusals,
-    entered,
-    leaving,
-    limits_of,
-)
 from kvroute.router.endpoints.wait_notices import WaitNotices
-from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.entrance import caller_of, counting_refusals, entered
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
@@ -69,13 +62,12 @@ class Answers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # tracing names the request's span after the path of this object
         request, notices = Request(scope, receive), WaitNotices(send)
-        entry = entered(request)
         try:
             # The stack keeps what features use until the request has ended.
-            with leaving(entry), ExitStack() as request.state.kept:
-                with counting_refusals(request, request.app.state.models):
+            with entered(request) as entry, ExitStack() as request.state.kept:
+                with counting_refusals(request):
                     response = await self.respond(request, entry, notices)
-                add_headers(request, entry, response)
+                response.headers.update(entry.headers(time.monotonic()))
                 if not notices.has_started:
                     await response(scope, receive, send)
                 elif response.status_code >= 400:
@@ -87,9 +79,7 @@ class Answers:
                 raise
             await notices.failed(error)
 
-    async def respond(
-        self, request: Request, entry: Entry | None, notices: WaitNotices
-    ) -> Response:
+    async def respond(self, request: Request, entry: Entry, notices: WaitNotices) -> Response:
         """Read the body, and return the response to it."""
         bodies: Bodies = request.app.state.bodies
         if self.path == SCORING:
@@ -127,14 +117,12 @@ routes.routes += [
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Return where the prompts of this body would be sent now, and why. Nothing is generated."""
-    entry = entered(request)
-    with leaving(entry):
+    with entered(request) as entry:
         call = _with_headers(await bodies.read(parse_any, request), request)
         try:
             hints = hints_of(request.headers, call)
-            tenant = tenant_of(call.caller)
-            model = await models.find(call.model, limits_of(request), tenant)
-            variant = model.variant(call.model, tenant) or ""
+            model = await models.find(call.model, call.caller)
+            variant = model.variant(call.model, call.caller.tenant) or ""
             context = RequestContext(namespace=call.cache_salt, variant=variant, hints=hints)
             with ExitStack() as kept:
                 call = model.entered(replace(call, variant=variant), kept)
@@ -143,7 +131,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
             return complete_response(error.refusal, path=call.path)
     body = {"object": "route", "router": models.router_id, "receipts": receipts}
     response = Response(encode(body), media_type=JSON)
-    add_headers(request, entry, response)
+    response.headers.update(entry.headers(time.monotonic()))
     return response
 
 
@@ -151,18 +139,18 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
 @routes.get("/v1/models")
 async def list_models(request: Request, models: Served) -> Response:
     """Return the models and adapters that the client may use."""
-    limits, tenant = limits_of(request), tenant_of(caller_of(request))
-    cards = [card for model in models.all for card in models.cards(model, limits, tenant)]
+    caller = caller_of(request)
+    cards = [card for model in models.all for card in models.cards(model, caller)]
     return JSONResponse({"object": "list", "data": cards})
 
 
 @routes.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request, models: Served) -> Response:
     """Return one model or adapter."""
-    tenant = tenant_of(caller_of(request))
-    model = await models.find(name, limits_of(request), tenant)
-    id_ = name_of(model.variant(name, tenant) or model.name)
-    (card,) = (card for card in models.cards(model, tenant=tenant) if card["id"] == id_)
+    caller = caller_of(request)
+    model = await models.find(name, caller)
+    id_ = name_of(model.variant(name, caller.tenant) or model.name)
+    (card,) = (card for card in models.cards(model, caller) if card["id"] == id_)
     return JSONResponse(card)
 
 
@@ -190,12 +178,11 @@ def _as_utf8(value: str) -> str:
     return value
 
 
-async def _score(request: Request, entry: Entry | None) -> Response:
+async def _score(request: Request, entry: Entry) -> Response:
     """Return the response to a scoring request."""
     models: Models = request.app.state.models
     scoring, raw, name = await request.app.state.bodies.read(parse_scoring, request)
-    tenant = tenant_of(caller_of(request))
-    request.state.model = model = await models.find(name, limits_of(request), tenant)
+    request.state.model = model = await models.find(name, caller_of(request))
     call, id_ = await model.requests.scoring(scoring, raw), request_id(request)
     response = await answer(call, request, entry, id_=id_)
     if response.status_code != 200:
@@ -208,7 +195,7 @@ async def _score(request: Request, entry: Entry | None) -> Response:
 async def answer(
     call: Call,
     request: Request,
-    entry: Entry | None,
+    entry: Entry,
     *,
     id_: str,
     is_first: bool = True,
@@ -218,7 +205,7 @@ async def answer(
     """Return the response to one call.
 
     Args:
-        entry: counts the request in its tenant's limits; None: no limits.
+        entry: the request at the gate, which counts what it uses.
         id_: the request's id.
         is_first: whether it is the first call of its body. Later calls have no wait limit.
         notices: sends notices to the client while the request waits for a feature. If it is
@@ -227,8 +214,8 @@ async def answer(
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
-    tenant = tenant_of(call.caller)
-    request.state.model = model = await models.find(call.model, limits_of(request), tenant)
+    tenant = call.caller.tenant
+    request.state.model = model = await models.find(call.model, call.caller)
     variant = model.variant(call.model, tenant) or ""
     call = model.entered(replace(call, variant=variant), request.state.kept)
     side = model.extending.get(call.path)

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvroute.keys.keyring import Caller
-from kvroute.router.middleware.access import INTERNAL_CALLER
+from kvroute.features.gate import Caller
+from kvroute.router.middleware.entrance import INTERNAL_CALLER
 
 NO_TIMEOUT = httpx.Timeout(None)  # an answer may take any time
 
@@ -17,7 +17,7 @@ def client_for(application: ASGIApp, caller: Caller | None) -> httpx.AsyncClient
 
     Args:
         application: the router's HTTP application.
-        caller: the tenant; None: the cluster has no API keys.
+        caller: the sender of the requests; None: unknown, so that a closed gate refuses them.
     """
 
     async def as_caller(scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,9 +16,7 @@ from kvroute.blocks.tiers import GPU, PEER, SLOWER, TIERS
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features import ALL_CODES
-from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
-from kvroute.router.accounting.accounts import MAX_NAMES, name_of
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
@@ -216,35 +214,13 @@ class RequestCounts(RequestObserver):
             self._spilled.inc()
 
 
-class OverLimit:
-    """Counts the requests that were rejected because of a tenant's limits."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._counter = Counter(
-            "kvroute_tenant_refused_requests",
-            "Requests rejected for a limit of their tenant: requests, prompt_tokens, "
-            f"uncached_tokens. All tenants after the first {MAX_NAMES} count as `{OTHER}`.",
-            ("tenant", "limit"),
-            registry=registry,
-        )
-        self._tenants = set[str]()
-
-    def count(self, tenant: str, limit: str) -> None:
-        """Count a request that was rejected because of this limit."""
-        name = name_of(tenant, self._tenants, limit=MAX_NAMES)
-        self._tenants.add(name)
-        self._counter.labels(name, limit).inc()
-
-
 class RouterMetrics(RequestObservers):
     """One router's metrics of one model."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = RequestCounts(registry)
         super().__init__(Waits(registry), counts, QueueMetrics(registry))
-        self.refused = counts.refused
         self.refused_by_engine = counts.refused_by_engine
-        self.over_limit = OverLimit(registry).count
         self._readings = Readings(registry)
 
     def export(self, fleet: Fleet, feed: Feed) -> None:

@@ -62,7 +62,7 @@ class LogLine(msgspec.Struct):
     kv_tokens: int | msgspec.UnsetType = msgspec.UNSET  # the replica's KV cache, in tokens
     # The name of the requested variant of the model, such as a LoRA adapter.
     variant: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="lora")
-    tenant: str | msgspec.UnsetType = msgspec.UNSET  # owner of the API key, if keys are needed
+    tenant: str | msgspec.UnsetType = msgspec.UNSET  # of the caller, if there are tenants
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # change in the chat's history
     host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens reloaded from host memory
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # reason for the ledger's evicted tokens

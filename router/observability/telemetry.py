@@ -1,7 +1,7 @@
 """A router's telemetry for one model: request observers, and the tasks that publish their data."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -12,8 +12,6 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.features.router_feature import RouterFeature
 from kvroute.process.exposition import Process, Readings
 from kvroute.process.metrics_port import expose
-from kvroute.router.accounting.accounts import Accounts
-from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
@@ -23,7 +21,6 @@ from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
-from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.page.prompt_changes import PromptChanges
 from kvroute.router.page.recent import Recent
 from kvroute.router.page.recent_answers import RecentAnswers
@@ -37,7 +34,7 @@ from kvroute.store.index import Index
 
 
 class Telemetry:
-    """Metrics, request log, spans, the last decisions, and tenants' accounts."""
+    """Metrics, request log, spans, and the last decisions."""
 
     def __init__(
         self,
@@ -45,16 +42,13 @@ class Telemetry:
         settings: RouterSettings,
         *,
         additional: RequestObserver,
-        lasting: LastingAccounts | None,
+        features: Sequence[RouterFeature],
         ranks: Callable[[], int],
     ) -> None:
         """Create the observers that the settings require.
 
         Args:
-            router_id: the id of this router.
-            settings: the settings of the model.
             additional: the observer of the router's other parts, which is called first.
-            lasting: the tenants' accounts in Redis; None: the cluster has no API keys.
             ranks: returns how many ranks get requests at the moment.
         """
         self.recent = Recent()
@@ -68,8 +62,7 @@ class Telemetry:
         self._registry = CollectorRegistry()  # one for each model, since a router may serve several
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self._announcer: Announcer | None = None
-        self._lasting = lasting
-        self._accounts = _accounts(settings, lasting)
+        self._features = features
         observers = (
             additional,
             self._log,
@@ -79,7 +72,7 @@ class Telemetry:
             self.places,
             self.recent_answers,
             self.traffic,
-            self._accounts,
+            *(feature.observer for feature in features),
             request_spans.dispatches(),
         )
         self.observer = RequestObservers(*filter(None, observers))
@@ -100,7 +93,6 @@ class Telemetry:
         links: Links,
         blamed: PoisonList,
         queue: Queue[Any],
-        features: Iterable[RouterFeature],
     ) -> None:
         """Serve the metrics and write their address to the index, unless metrics are off."""
         if self._metrics is None:
@@ -111,12 +103,10 @@ class Telemetry:
         self._metrics.export_links(links)
         self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
-        for feature in features:
+        for feature in self._features:
             feature.metrics(self._registry, self._metrics.readings)
         if self._log:
             self._metrics.export_log(self._log)
-        if self._accounts:
-            self._registry.register(TenantMetrics(self._accounts))
         self._registry.register(Process())
         node = ray.util.get_node_ip_address()
         exposition = await asyncio.to_thread(
@@ -134,40 +124,24 @@ class Telemetry:
         workers = {
             "request log": self._log,
             "announcer": self._announcer,
-            "accounts": self._lasting,
         }
         return {name: worker.run() for name, worker in workers.items() if worker}
 
     def refused(self, error: Exception) -> None:
-        """Count an error that a client got instead of a response."""
-        if self._metrics:
-            self._metrics.refused(error)
+        """Count an error that a client gets instead of a response."""
+        self.observer.refused(error)
 
     def refused_by_engine(self) -> None:
         """Count an error of a replica that a client got instead of a response."""
         if self._metrics:
             self._metrics.refused_by_engine()
 
-    def over_limit(self, tenant: str, limit: str) -> None:
-        """Count a request that was rejected for this limit of its tenant."""
-        if self._metrics:
-            self._metrics.over_limit(tenant, limit)
-
     async def close(self) -> None:
-        """Write what is left of logs and accounts, and remove the metrics' address."""
+        """Write what is left of the log, and remove the metrics' address."""
         if self._log:
             await self._log.flush()
-        if self._lasting:
-            await self._lasting.close()
         if self._announcer:
             await self._announcer.leave()
-
-
-def _accounts(settings: RouterSettings, lasting: LastingAccounts | None) -> Accounts | None:
-    """Return the accounts of tenants; None if the cluster has no API keys."""
-    if lasting is None:
-        return None
-    return Accounts(gpus=settings.tensor_parallel_size, lasting=lasting)
 
 
 def _request_log(

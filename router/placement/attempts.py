@@ -11,8 +11,8 @@ from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
+from kvroute.features.gate import UNCOUNTED, Entry
 from kvroute.features.placing_feature import NO_FEATURES, PlacingFeatures
-from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.waits import (
     DEFAULT_URGENCY,
     NO_WAIT,
@@ -109,8 +109,8 @@ class RequestContext(Struct, frozen=True):
     choices: int = 1  # number of choices for each prompt
     prompts: int = 1  # number of prompts in the call
     namespace: str = ""  # namespace of the blocks; empty: blocks are shared with all requests
-    tenant: str = ""  # tenant of the API key; empty: the cluster has no keys
-    entry: Entry | None = None  # counts the call in its tenant's limits; None: no limits
+    tenant: str = ""  # tenant of the caller; empty: there are no tenants
+    entry: Entry = UNCOUNTED  # the call at the gate, which counts what it uses
     variant: str = ""  # the variant of the model to use; see Scope
     kept_tokens: int = 0  # leading tokens that replicas have to keep in their caches
     broken: Break | None = None  # first change from the chat's earlier prompt; None: no change
@@ -152,6 +152,9 @@ class RequestObserver:
 
     def rejected(self, priority: Priority, refusal: str) -> None:
         """Observe that the router refuses a request: its wait is, or will be, too long."""
+
+    def refused(self, error: Exception) -> None:
+        """Observe an error that a client gets instead of a response."""
 
     def taken_back(self, why: TakenBack) -> None:
         """Observe that a request is taken back from a replica whose engine has not started it."""

@@ -15,8 +15,6 @@ from kvroute.features.opening import Opening
 from kvroute.features.own_methods import own_methods
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.router_feature import RouterFeature
-from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.admission.limits import Limits
 from kvroute.router.api.calls import Call
 from kvroute.router.connections import serve_replicas
 from kvroute.router.connections.deployed import DeployedReplicas, read_deployed
@@ -24,7 +22,7 @@ from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.connections.replica_states import StatesReader
-from kvroute.router.dispatch.admission import Gate
+from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.generation import Generation
@@ -44,7 +42,6 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.router_base import RouterBase
-from kvroute.store.accounts import DailyAccounts
 from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.clusters import Clusters
 
@@ -59,15 +56,12 @@ class Parts:
         self,
         base: RouterBase,
         replicas: Sequence[DeploymentHandle],
-        limits: Limits | None = None,
     ) -> None:
         """Build all parts.
 
         Args:
             base: what the parts are built on.
             replicas: the handle of each deployment of the model's replicas.
-            limits: the tenants' limits. This model's publisher sends their counts to other
-                routers. None: there are no limits, or another model's publisher sends the counts.
         """
         # The handles make Ray Serve tell this process the running replicas.
         self._handles = [handle.options() for handle in replicas]
@@ -96,7 +90,6 @@ class Parts:
         # The stores in Redis.
         self.attached = AttachedServers(redis, model, cluster=cluster)
         self.neighbours = Neighbours(Clusters(redis, self.unreadable), base.own)
-        self.accounts = _accounts(base)
 
         # The queue, and the messages between routers.
         self.queue = Queue[Answer](lambda: self.fleet.loads.scale.busy_s)
@@ -104,7 +97,6 @@ class Parts:
         wake, self.line_wakes = Wake(), [Wake() for _ in placing.lines]
         self.publisher = PeerPublisher(
             router_id,
-            limits=limits,
             queue=self.queue,
             features=placing,
             scale=lambda: self.fleet.loads.scale.share(),
@@ -117,7 +109,7 @@ class Parts:
             router_id,
             settings,
             additional=RequestObservers(self.publisher, wake, *self.line_wakes),
-            lasting=self.accounts,
+            features=self.features,
             ranks=lambda: len(self.liveness.trusted()),
         )
         self.fleet = Fleet(
@@ -136,7 +128,6 @@ class Parts:
             self.fleet,
             own=router_id,
             origin=base.origin,
-            limits=limits,
             queue=self.queue,
             blamed=self.blamed.receive,
         )
@@ -159,12 +150,12 @@ class Parts:
             )
             for line, line_wake in zip(placing.lines, self.line_wakes, strict=True)
         ]
-        gate = Gate(self.fleet, self.liveness, self.holding, self.rooms)
-        self.questions = Questions(self.links, gate)
+        control = AdmissionControl(self.fleet, self.liveness, self.holding, self.rooms)
+        self.questions = Questions(self.links, control)
         self.dispatcher = Dispatcher(
             self.links,
             self.fleet,
-            gate,
+            control,
             shared_tokens=own_methods(self.features, RouterFeature.shared_tokens),
             blamed=self.blamed,
         )
@@ -212,14 +203,6 @@ class Parts:
     def max_model_len(self) -> int:
         """Return the most tokens that a prompt and its response may have together."""
         return self.fleet.replicas.max_model_len or UNKNOWN_CONTEXT
-
-
-def _accounts(base: RouterBase) -> LastingAccounts | None:
-    """Return the accounts of tenants; None if the cluster has no API keys."""
-    if base.settings.api_keys is None:
-        return None
-    store = DailyAccounts(base.redis, base.model, cluster=base.cluster, unreadable=base.unreadable)
-    return LastingAccounts(store, base.router_id)
 
 
 def _handshake(base: RouterBase) -> Handshake:

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from kvroute.keys.watched import WatchedKeys
+from kvroute.features.gate import Gate
 from kvroute.process import ray_internals
 from kvroute.process.clock_offset import offset
 from kvroute.router.page.recent import summed
@@ -37,12 +37,12 @@ class Diagnosis:
         self._own_redis = own_redis  # see RouterSettings
         self._models = models
 
-    async def run(self, *, port: int, keys: WatchedKeys | None) -> Facts:
+    async def run(self, *, port: int, gate: Gate) -> Facts:
         """Return the facts for the doctor.
 
         Args:
             port: the port that received the request.
-            keys: the API keys; None: the cluster has no API keys.
+            gate: decides who may send requests.
         """
         (redis, leases, clusters, servers), deployments, nodes, host = await asyncio.gather(
             self._index_facts(),
@@ -76,8 +76,8 @@ class Diagnosis:
             },
             "access": {
                 "host": host,
-                "has_keys": keys is not None,
-                "problem": keys.problem if keys else "",
+                "has_keys": not gate.is_open,
+                "problem": gate.problem,
             },
             "hits": self._hits(),
             "queues": [model.queue() for model in self._models],

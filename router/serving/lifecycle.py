@@ -33,7 +33,6 @@ class Lifecycle:
             links=parts.links,
             blamed=parts.blamed,
             queue=parts.queue,
-            features=parts.features,
         )
         coroutines = self.coroutines() | parts.telemetry.tasks()
         self._tasks = [asyncio.create_task(task, name=name) for name, task in coroutines.items()]

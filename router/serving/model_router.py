@@ -54,7 +54,7 @@ class ModelRouter:
 
         Args:
             model: the field `model` of the request; None: the request has no such field.
-            tenant: the request's tenant; empty: the cluster has no API keys.
+            tenant: the caller's tenant; empty: there are no tenants.
 
         Returns:
             The name of an adapter of --lora, or the variant of a feature; empty for the base model;

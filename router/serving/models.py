@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 
 from kvroute.blocks.variants import name_of
 from kvroute.contract.adapters import Adapter
-from kvroute.keys.limits import TenantLimits
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.serving.diagnosis import Diagnosis
 from kvroute.router.serving.model_router import ModelRouter
@@ -49,56 +49,50 @@ class Models:
         """Return the name of the model if there is only one."""
         return self.first.name if len(self.all) == 1 else None
 
-    async def find(
-        self, model: str | None, limits: TenantLimits | None = None, tenant: str = ""
-    ) -> ModelRouter:
+    async def find(self, model: str | None, caller: Caller) -> ModelRouter:
         """Return the same as `select`, and let features look for a variant of an unknown name."""
+        tenant = caller.tenant
         if model is not None and all(each.variant(model, tenant) is None for each in self.all):
             for each in self.all:
                 await each.look_for(model)
-        return self.select(model, limits, tenant)
+        return self.select(model, caller)
 
-    def select(
-        self, model: str | None, limits: TenantLimits | None = None, tenant: str = ""
-    ) -> ModelRouter:
+    def select(self, model: str | None, caller: Caller = ANYONE) -> ModelRouter:
         """Return the router of a model.
 
         Args:
             model: the field `model` of a request: the name of a model or of an adapter. None: the
                 request has no such field, which is allowed if there is only one model.
-            limits: the limits of the request's tenant; None: no limits.
-            tenant: the request's tenant; empty: the cluster has no API keys.
+            caller: the sender of the request.
 
         Raises:
-            ApiError: the model is not served, or the tenant may not use it.
+            ApiError: the model is not served, or the caller may not use it.
         """
         if model is None and len(self.all) == 1:
             return self.first
         if model is None:
-            served = self._served(limits, tenant)
+            served = self._served(caller)
             raise invalid("model", f"model is missing; this server has {served}")
         for candidate in self.all:
-            variant = candidate.variant(model, tenant)
-            if variant is not None and _may_use(variant, limits):
+            variant = candidate.variant(model, caller.tenant)
+            if variant is not None and (not variant or caller.may_use(name_of(variant))):
                 return candidate
         name = model if len(model) <= MAX_SHOWN else model[:MAX_SHOWN] + "…"
         raise ApiError(
             404,
-            f"The model '{name}' does not exist; this server has {self._served(limits, tenant)}.",
+            f"The model '{name}' does not exist; this server has {self._served(caller)}.",
             param="model",
             code="model_not_found",
         )
 
-    def _served(self, limits: TenantLimits | None, tenant: str) -> str:
-        """Return the names of the models and adapters that a tenant may use, as a text."""
-        names = [card["id"] for model in self.all for card in self.cards(model, limits, tenant)]
+    def _served(self, caller: Caller) -> str:
+        """Return the names of the models and adapters that the caller may use, as a text."""
+        names = [card["id"] for model in self.all for card in self.cards(model, caller)]
         more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
         return " and ".join(map(repr, names[:MAX_NAMES])) + more
 
-    def cards(
-        self, model: ModelRouter, limits: TenantLimits | None = None, tenant: str = ""
-    ) -> list[dict[str, Any]]:
-        """Return a model and its adapters that the limits allow, as OpenAI's API lists them."""
+    def cards(self, model: ModelRouter, caller: Caller) -> list[dict[str, Any]]:
+        """Return a model and its adapters that the caller may use, as OpenAI's API lists them."""
         card = {
             "id": model.name,
             "object": "model",
@@ -110,14 +104,9 @@ class Models:
             "permission": [PERMISSION | {"created": self._started}],
         }
         variants = [_adapter(adapter) for adapter in model.settings.adapters]
-        variants += [variant for cards in model.cards for variant in cards(tenant)]
-        usable = [variant for variant in variants if _may_use(variant["id"], limits)]
+        variants += [variant for cards in model.cards for variant in cards(caller.tenant)]
+        usable = [variant for variant in variants if caller.may_use(variant["id"])]
         return [card, *({**card, **variant, "parent": model.name} for variant in usable)]
-
-
-def _may_use(variant: str, limits: TenantLimits | None) -> bool:
-    """Return whether a tenant may use a variant, or the base model if `variant` is empty."""
-    return not variant or limits is None or limits.allows(name_of(variant))
 
 
 def label_by_model(

@@ -5,7 +5,7 @@ parse      endpoints/openai_routes    reads the body into a Call, the headers in
 expand     serving/assembly           adds what features have stored for the call, and the opening
 render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         checks the tenant's limits; waits until all features let the
+admit      dispatch/admission         asks the gate; waits until all features let the
                                       prompt go and until the queue releases it
 dispatch   dispatch/dispatcher        sends the prompt; continues elsewhere if the replica is lost
 respond    serving/responding         writes the response to the client
@@ -69,7 +69,6 @@ class RequestHandler:
 
         Raises:
             ApiError: the call cannot be answered.
-            OverLimitError: the call would exceed a limit of its tenant.
         """
         try:
             if generate is not None:
@@ -81,8 +80,7 @@ class RequestHandler:
         except RefusedCallError as error:
             response = complete_response(error.refusal, path=call.path)
         if response.status_code >= 400:
-            if context.entry is not None:
-                context.entry.refund(time.monotonic())
+            context.entry.refund(time.monotonic())
             self._parts.telemetry.refused_by_engine()
         return response
 
@@ -93,8 +91,7 @@ class RequestHandler:
         expanded = await parts.expand(call)
         with request_spans.step("tokenise"):
             rendered = await self._renderer.render(expanded.call, expanded.opening)
-        if context.entry is not None:
-            context.entry.add_prompt_tokens(rendered.tokens)
+        context.entry.add_prompt_tokens(rendered.tokens, time.monotonic())
         context = self._with_prompts(context, expanded, rendered)
         starts = (
             partial(self._start, start, context, expanded, rendered)
@@ -183,7 +180,7 @@ class RequestHandler:
         expanded: Expanded,
         rendered: RenderedCall,
     ) -> Generation:
-        """Start a prompt. At its first token, update the opening, tenant limits and images."""
+        """Start a prompt. At its first token, update the opening, the gate and images."""
         generation = await start()
         if rendered.image is not None:
             self._image_affinity.record(rendered.image, generation.replica_id)
@@ -193,7 +190,6 @@ class RequestHandler:
             expanded.opening.first_token(generation)
         for started in self._parts.started:
             started(generation)
-        if context.entry is not None:
-            new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
-            context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
+        new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
+        context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
         return generation

@@ -30,7 +30,6 @@ async def written(
 
     Raises:
         ApiError: a prompt cannot run, or no replica can continue the response.
-        OverLimitError: a prompt would exceed a limit of its tenant.
     """
     ending = _unchanged  # edits the last bytes of the response
     if call.wants_receipts:

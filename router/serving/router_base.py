@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features import UNREADABLE
+from kvroute.features.gate import Gate
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.settings.router import RouterSettings
 from kvroute.store.clusters import ClusterModel
@@ -25,6 +26,7 @@ class RouterBase:
     redis: Redis
     unreadable: Unreadable  # counts what this router cannot read in Redis
     index: Index
+    gate: Gate  # decides who may send requests to the router
     own: ClusterModel  # the entry that tells other clusters which model this cluster serves
 
     @property
@@ -43,7 +45,9 @@ class RouterBase:
         return f"{self.own.ray_address}/{self.own.application}"
 
 
-def router_base(router_id: str, settings: RouterSettings, tokenizer: Prompts) -> RouterBase:
+def router_base(
+    router_id: str, settings: RouterSettings, tokenizer: Prompts, gate: Gate
+) -> RouterBase:
     """Return the base of a router in this process, which Ray Serve has started."""
     redis, unreadable = connect(settings.redis_url), Unreadable(UNREADABLE)
     model, cluster = settings.served_model_name, settings.cluster
@@ -54,6 +58,7 @@ def router_base(router_id: str, settings: RouterSettings, tokenizer: Prompts) ->
         redis,
         unreadable,
         Index(redis, model, cluster=cluster, unreadable=unreadable),
+        gate,
         ClusterModel(
             cluster,
             model,

@@ -1,7 +1,6 @@
 """The state of one model in one router, for the routes and pages of operators."""
 
 import asyncio
-import datetime
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,8 +10,6 @@ from kvroute.blocks.variants import name_of
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.features import FEATURES
-from kvroute.router.accounting.accounts import as_json
-from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import cluster_load
 from kvroute.router.connections.replica_states import ReplicaStates
 from kvroute.router.observability.targets import Target, targets
@@ -112,22 +109,6 @@ class Status:
             RedisError, OSError: Redis cannot be used.
         """
         return await targets(self._parts.index, self._model)
-
-    async def tenants(self, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
-        """Return the usage of each tenant on these days.
-
-        Raises:
-            ApiError: the cluster has no API keys.
-            RedisError, OSError: Redis cannot be used.
-        """
-        if self._parts.accounts is None:
-            raise ApiError(
-                404,
-                "the usage of tenants is counted only if clients need API keys; restart with "
-                "kvroute serve --api-keys FILE",
-            )
-        accounts = await self._parts.accounts.sum_of_days(days)
-        return [as_json(tenant, account) for tenant, account in accounts.items()]
 
     def queue(self) -> dict[str, Any]:
         """Return the waiting requests of this router and of all known routers, and recent waits."""

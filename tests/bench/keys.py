@@ -4,17 +4,19 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.blocks.chain import Scope as CacheScope
 from kvroute.blocks.chain import Space
-from kvroute.keys.key_file import KeyFile, new_file, new_key
-from kvroute.keys.keyring import Keyring
-from kvroute.keys.limits import TenantLimits
-from kvroute.router.admission.limits import Limits
+from kvroute.features.keys.key_file import KeyFile, Keyring, new_file, new_key, write
+from kvroute.features.keys.key_gate import KeyGate
+from kvroute.features.keys.limits import TenantLimits
+from kvroute.features.keys.router_limits import Limits
 from kvroute.router.api.calls import COMPLETIONS, parse_call
-from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.entrance import Entrance
 from kvroute.router.middleware.origins import Origins
 from tests.bench.indexed import BLOCK, prompt
 from tests.bench.report import Row, Section
@@ -49,7 +51,10 @@ def parts() -> dict[str, Callable[[], object]]:
             (b"authorization", f"Bearer {key}".encode()),
         ],
     }
-    access = partial(Access, keys=lambda: keyring, refused=refused)
+    with TemporaryDirectory() as folder:
+        write(Path(folder, "keys.json"), file)
+        gate = KeyGate(Path(folder, "keys.json"))
+    entrance = partial(Entrance, gate=gate, refused=refused)
     origins = partial(Origins, allowed=(), local_only=False, refused=refused)
     call = parse_call(COMPLETIONS, b'{"prompt": "hi"}').with_caller(caller)
     tokens, space = prompt(PROMPT_TOKENS), Space("m", "", BLOCK)
@@ -58,7 +63,7 @@ def parts() -> dict[str, Callable[[], object]]:
     limits = Limits(lambda tenant: TenantLimits(max_requests=10, uncached_tokens_per_minute=10**9))
     return {
         "find the key's tenant": lambda: keyring.caller(key),
-        "middleware that requires a key": passing(access, scope),
+        "middleware that requires a key": passing(entrance, scope),
         "middleware that checks origins": passing(origins, scope),
         "derive the cache salt": lambda: call.cache_salt,
         "fingerprints with a salt": lambda: chained(salted),

@@ -76,7 +76,7 @@ MUTATIONS = {
     ),
     "keys": Mutation(
         "an API key allows what its roles allow, and nothing else",
-        "router/middleware/access.py",
+        "kvroute/features/keys/key_gate.py",
         "if caller.roles.isdisjoint(roles):",
         "if not roles:",
     ),

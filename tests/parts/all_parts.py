@@ -82,8 +82,8 @@ CLUSTERS = {
         tests=("slow/clusters", "slow/replay", "slow/redis"),
     ),
     "access": Part(
-        about="API keys, limits of tenants, encryption, other users of the machine",
-        tests=_in("own_cluster", "api_keys tenant_limits other_users inside wire_tls"),
+        about="encryption, other users of the machine",
+        tests=_in("own_cluster", "other_users inside wire_tls"),
     ),
     "queues": Part(
         about="the queue and batches",
@@ -204,7 +204,7 @@ OTHERS = {
     ),
     "fuzz-keys": Part(
         about="24,000 random requests with API keys",
-        tests=_in("own_cluster", "api_keys"),
+        tests=("features/keys/slow/test_api_keys.py",),
         options=("-k", "any_"),
         env=FUZZ,
     ),

@@ -1,111 +1,21 @@
 """Routers know of each other's requests, and forget those of routers that are gone."""
 
 import asyncio
-import contextlib
-import math
-import random
 import time
-from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import numpy as np
 import pytest
 
-from kvroute.contract.generation import TokenIds
 from kvroute.contract.messages import RouterMessage, decode
-from kvroute.contract.records import VERSION, ReplicaRecord
-from kvroute.keys.limits import TenantLimits
-from kvroute.router.admission.limits import Limits
 from kvroute.router.connections.peers import (
     ALIVE_S,
-    CUT_OFF_S,
     MAX_EVENTS,
     SILENCE_S,
-    PeerPublisher,
-    PeerSubscriber,
 )
-from kvroute.router.placement.attempts import Attempt
-from kvroute.router.placement.fleet import Fleet
-from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from tests.support.records import FACTS, LOAD
+from tests.support.peers import Router, connected, prompt
 from tests.support.waiting import until
-
-REPLICAS = ["a", "b"]
-ONE = TenantLimits(max_requests=1)
-
-
-class Router:
-    """A fleet with its two ends to the others."""
-
-    def __init__(self, origin: str = "") -> None:
-        self.now_s = 100.0
-        self.limits = Limits(lambda _: ONE)
-        self.blamed: list[bytes] = []
-        self.peer_publisher = PeerPublisher(limits=self.limits, origin=origin)
-        self.fleet = Fleet(
-            model="m",
-            revision="",
-            block_size=4,
-            rng=random.Random(0),
-            observer=self.peer_publisher,
-        )
-        self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, LOAD) for name in REPLICAS])
-        for name in REPLICAS:
-            self.fleet.mirror.join(name)
-        self.listener = PeerSubscriber(
-            self.fleet,
-            own=self.peer_publisher.router,
-            origin=origin,
-            blamed=self.blamed.append,
-            clock=lambda: self.now_s,
-            limits=self.limits,
-        )
-
-    def send(self, token_ids: TokenIds, request_id: str = "r") -> Attempt:
-        placement = self.fleet.place(token_ids, REPLICAS, self.now_s)
-        replica_id = placement.ranking[0].replica_id
-        return self.fleet.sent(placement, replica_id, request_id, self.now_s)
-
-    def backlogs_s(self) -> dict[str, float]:
-        placement = self.fleet.place(prompt(1), REPLICAS, self.now_s)
-        return {c.replica_id: c.backlog_s for c in placement.ranking}
-
-    def hears(self, others: int) -> Callable[[], bool]:
-        return lambda: len(self.listener._last_message_s) == others
-
-    def expects_when_told(self, token_ids: TokenIds) -> set[str]:
-        """Return what it expects once the index has told what ended requests have computed."""
-        self.fleet.mirror.forget_computed(math.inf)
-        return self.expects(token_ids)
-
-    def expects(self, token_ids: TokenIds) -> set[str]:
-        return set(self.fleet.mirror.hits(self.fleet.caches.chain(token_ids)))
-
-
-def prompt(seed: int, tokens: int = 400) -> TokenIds:
-    return np.random.default_rng(seed).integers(0, 1000, tokens).astype(np.uint32)
-
-
-@contextlib.asynccontextmanager
-async def connected(url: str, *routers: Router) -> AsyncIterator[None]:
-    client = connect(url)
-    index = Index(client, "m")
-    tasks = [
-        asyncio.create_task(run)
-        for router in routers
-        for run in (
-            router.peer_publisher.run(index, router.listener),
-            router.listener.run(index),
-        )
-    ]
-    for router in routers:
-        await until(router.hears(len(routers) - 1))
-    yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await client.aclose()
 
 
 async def test_a_dispatch_counts_at_the_other_router_until_its_end(redis_url: str) -> None:
@@ -209,64 +119,16 @@ async def test_waiting_events_are_bounded_and_their_loss_is_published() -> None:
     assert other.expects(prompt(7, 8)) == set()
 
 
-async def test_a_tenants_requests_count_on_all_routers(redis_url: str) -> None:
-    one, other = Router(), Router()
-    async with connected(redis_url, one, other):
-        entry = one.limits.enter("acme", 0.0)
-        assert entry
-        await until(lambda: other.limits.in_flight("acme") == (1, 0))
-        entry.add_prompt_tokens(5)
-        await until(lambda: other.limits.in_flight("acme") == (1, 5))
-        entry.leave()
-        await until(lambda: other.limits.in_flight("acme") == (0, 0))
-
-
-async def test_the_tenants_requests_of_a_silent_router_end(redis_url: str) -> None:
-    one, other = Router(), Router()
-    async with connected(redis_url, one, other):
-        one.limits.enter("acme", 0.0)
-        await until(lambda: other.limits.in_flight("acme") == (1, 0))
-    other.now_s += SILENCE_S - 1
-    other.listener.receive(RouterMessage(VERSION, other.listener.own, []))  # it hears itself
-    other.now_s += 2
-    other.listener.forget_silent()
-    assert (other.limits.in_flight("acme"), other.limits.shared_by) == ((0, 0), 1)
-
-
-async def test_routers_that_are_cut_off_share_the_limits_until_they_are_connected_again(
-    redis_url: str,
-) -> None:
-    one, other = Router(), Router()
-    async with connected(redis_url, one, other):
-        await until(lambda: len(one.limits._others) == 1)
-    one.now_s += CUT_OFF_S + 0.1
-    one.listener.forget_silent()
-    assert one.limits.shared_by == 2
-    one.listener.forget_all()  # Redis refuses, again and again
-    one.listener.forget_all()
-    assert one.limits.shared_by == 2
-    for _ in range(10):
-        assert one.limits.shared_by == 2
-        one.now_s += SILENCE_S / 8
-        one.listener.receive(RouterMessage(VERSION, one.listener.own, []))
-        one.listener.forget_silent()
-        if one.limits.shared_by == 1:
-            break
-    assert one.limits.shared_by == 1
-
-
 @pytest.mark.parametrize(("origin", "is_load"), [("", True), ("ray-1", True), ("ray-2", False)])
 def test_what_a_router_of_another_ray_cluster_sends_is_no_load_here(
     origin: str, is_load: bool
 ) -> None:
     """During an upgrade, two Ray clusters have the same id, and each has replicas of its own."""
     sender, receiver = Router(origin), Router("ray-1")
-    sender.limits.enter("acme", 100.0)
     sender.peer_publisher.blamed(b"digest")
     sender.send(prompt(7))
     receiver.listener.receive(sender.peer_publisher.next_message())
     assert (receiver.expects(prompt(7)) != set()) == is_load
     assert (max(receiver.backlogs_s().values()) > 0) == is_load
-    assert receiver.limits.in_flight("acme") == (1, 0)
     assert receiver.blamed == [b"digest"]
     assert receiver.listener.alive == 1

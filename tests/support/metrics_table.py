@@ -1,8 +1,10 @@
 """Generates the table in docs/metrics.md: `python -m tests.support.metrics_table` prints it."""
 
+import json
 import os
 import random
-from collections import Counter
+from base64 import b64encode
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -13,6 +15,7 @@ from prometheus_client.core import Metric
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features import FEATURES
+from kvroute.features.gate import OPEN, Gate
 from kvroute.process.exposition import Readings
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
@@ -21,20 +24,19 @@ from kvroute.replica.ghosts import make_ghosts
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.accounting.accounts import Accounts
-from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
+from kvroute.router.middleware.entrance import gate_of
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
-from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.serving.router_base import RouterBase
-from kvroute.store.accounts import DailyAccounts
+from kvroute.settings.help import SettingsError
+from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_parts
@@ -59,7 +61,6 @@ def router() -> CollectorRegistry:
     """Return a registry with all metrics of a router, which is not running."""
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
-    metrics.over_limit("t", "requests")
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     feed = Feed(index(), fleet)
     metrics.export(fleet, feed)
@@ -69,20 +70,28 @@ def router() -> CollectorRegistry:
     links = Links(lambda: replicas(()))
     metrics.export_links(links)
     metrics.export_blamed(PoisonList())
-    parts = fake_parts(builtin_prompts(), features=FEATURES_ON)
+    parts = fake_parts(builtin_prompts(), gate=_closed_gate(), features=FEATURES_ON)
     for side in parts.features:
         side.metrics(registry, metrics.readings)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32, ranks=lambda: 1))
     _export_services(parts.base, metrics.readings)
-    registry.register(TenantMetrics(_accounts()))
     return registry
+
+
+def _closed_gate() -> Gate:
+    """Return a gate that a feature closes, if one does, so that its metrics are in the table."""
+    with TemporaryDirectory() as folder, suppress(SettingsError):
+        file = Path(folder, "keys.json")
+        file.write_text(json.dumps({"secret": b64encode(bytes(32)).decode()}))
+        return gate_of(RouterSettings(served_model_name="m", redis_url=NOWHERE, api_keys=file))
+    return OPEN
 
 
 def _export_services(base: RouterBase, readings: Readings) -> None:
     """Export the metrics of the services of features, which do not run."""
     with TemporaryDirectory() as folder, patch.dict(os.environ, {"XDG_STATE_HOME": folder}):
         for feature in FEATURES:
-            if service := feature.service(base, None):
+            if service := feature.service(base):
                 service.metrics(readings)
                 service.close()
 
@@ -111,14 +120,6 @@ def replica() -> CollectorRegistry:
     )
     metrics.export([engine], [publisher], [make_ghosts(engine, BlockTable(engine.group_entries))])
     return registry
-
-
-def _accounts() -> Accounts:
-    """Return accounts with one tenant, so that the tenant's metrics have series."""
-    lasting = LastingAccounts(DailyAccounts(connect(NOWHERE), "m"), "r")
-    accounts = Accounts(gpus=1, lasting=lasting)
-    accounts.totals["t"] = Counter()
-    return accounts
 
 
 async def _nobody(replica_id: str) -> None:

@@ -6,8 +6,8 @@ from typing import Any, cast
 from ray.serve.handle import DeploymentHandle
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.gate import OPEN, Gate
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.router.admission.limits import Limits
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.router_base import RouterBase
@@ -22,7 +22,7 @@ NOWHERE = "redis://127.0.0.1:1"  # no Redis listens here
 
 
 def fake_base(
-    tokenizer: Prompts | None = None, *, cluster: str = "c", **settings: Any
+    tokenizer: Prompts | None = None, *, cluster: str = "c", gate: Gate = OPEN, **settings: Any
 ) -> RouterBase:
     """Return the base of a router with these settings, whose Redis is away."""
     redis, unreadable = connect(NOWHERE), Unreadable()
@@ -33,15 +33,16 @@ def fake_base(
         redis,
         unreadable,
         Index(redis, "m", cluster=cluster, unreadable=unreadable),
+        gate,
         ClusterModel(cluster, "m", "10.0.0.1:6379", "kvroute"),
     )
 
 
-def fake_parts(tokenizer: Prompts, limits: Limits | None = None, **settings: Any) -> Parts:
+def fake_parts(tokenizer: Prompts, **settings: Any) -> Parts:
     """Return the parts of a router with these settings, and one deployment without replicas."""
     handle = SimpleNamespace(deployment_name="replicas", options=lambda: None)
     replicas = [cast("DeploymentHandle", handle)]
-    return Parts(fake_base(tokenizer, **settings), replicas, limits)
+    return Parts(fake_base(tokenizer, **settings), replicas)
 
 
 def builtin_prompts() -> Prompts:

@@ -7,7 +7,7 @@ from typing import Self
 from kvroute.contract.generation import Generate
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
-from kvroute.router.dispatch.admission import Gate
+from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
@@ -97,12 +97,12 @@ def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:
     """Return a dispatcher for requests that never have to wait in the queue."""
     liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
     holding = Holding(Queue(lambda: 1.0), fleet, liveness.trusted, wake=Wake())
-    return Dispatcher(wired.links, fleet, Gate(fleet, liveness, holding))
+    return Dispatcher(wired.links, fleet, AdmissionControl(fleet, liveness, holding))
 
 
 def questions_of(wired: Wired, dispatcher: Dispatcher) -> Questions:
     """Return the sender of calls that any of the same replicas can answer."""
-    return Questions(wired.links, dispatcher.gate)
+    return Questions(wired.links, dispatcher.control)
 
 
 class FakeLinks:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvroute.features import FEATURES
-from kvroute.router.admission.limits import Limits
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.model_router import ModelRouter
@@ -25,7 +24,6 @@ def tokenizer() -> Iterator[Prompts]:
 OPTIONS = {
     "defaults": {},
     "everything on": {
-        "api_keys": Path("/keys.json"),
         "lora_root": Path("/adapters"),
         "request_log": Path("/requests"),
         "features": FEATURES_ON,
@@ -38,7 +36,7 @@ OPTIONS = {
 async def test_the_parts_of_a_router_are_built_in_an_order_that_works(
     tokenizer: Prompts, options: dict[str, Any]
 ) -> None:
-    parts = fake_parts(tokenizer, Limits(lambda tenant: None), **options)
+    parts = fake_parts(tokenizer, **options)
     router = ModelRouter(parts)
     for coroutine in Lifecycle(parts).coroutines().values():
         coroutine.close()

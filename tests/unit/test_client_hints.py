@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from starlette.datastructures import Headers
 
-from kvroute.keys.keyring import Caller
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.api.call_limits import MAX_NAME
 from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def hints(
-    body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller | None = None
+    body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller = ANYONE
 ) -> SessionHints:
     call = parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())
     return hints_of(httpx.Headers(headers or {}), replace(call, caller=caller))
@@ -143,7 +143,7 @@ def test_a_request_can_be_the_last_of_its_session() -> None:
 def test_sessions_of_different_tenants_and_salts_are_different() -> None:
     numbers = {
         hints({"session_id": ID, **own}, caller=who).session
-        for who in (None, caller("a"), caller("b"))
+        for who in (ANYONE, caller("a"), caller("b"))
         for own in ({}, {"cache_salt": "s"}, {"cache_salt": f"s{ID}"})
     }
     assert len(numbers) == 9

@@ -517,14 +517,14 @@ def keep_busy(client: Client) -> list[Attempt]:
 async def releasing(client: Client) -> AsyncIterator[None]:
     """Release waiting requests during the block."""
     async with client.serving():
-        task = asyncio.create_task(client.dispatcher.gate.holding.run())
+        task = asyncio.create_task(client.dispatcher.control.holding.run())
         yield
         task.cancel()
         await asyncio.wait([task])
 
 
 def waiting(client: Client) -> int:
-    return client.dispatcher.gate.holding.states()["default"].requests
+    return client.dispatcher.control.holding.states()["default"].requests
 
 
 async def test_a_request_that_waited_for_a_busy_replica_reports_its_wait() -> None:

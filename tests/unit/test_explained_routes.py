@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from kvroute.features.gate import OPEN
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.endpoints import openai_routes
@@ -40,7 +41,7 @@ async def test_the_headers_that_features_read_and_the_body_of_a_message(
     models.all, models.first, models.router_id, models._started = [model], model, "r", 0
     http = FastAPI()
     http.state.models, http.state.bodies = models, Bodies(limit_mb=1)
-    http.state.keys = http.state.limits = None
+    http.state.gate = OPEN
     http.include_router(openai_routes.routes)
     transport = httpx.ASGITransport(http)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:

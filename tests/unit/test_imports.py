@@ -16,7 +16,6 @@ ORDER = (
     "kvroute.prefill",
     "kvroute.contract",
     "kvroute.features",
-    "kvroute.keys",
     "kvroute.wire",
     "kvroute.store",
     "kvroute.process",
@@ -50,7 +49,6 @@ ORDER = (
     "kvroute.router.connections",
     "kvroute.router.dispatch",
     "kvroute.router.page",
-    "kvroute.router.accounting",
     "kvroute.router.observability",
     "kvroute.router.serving",
     "kvroute.router.endpoints",
@@ -69,7 +67,6 @@ ORDER = (
     "kvroute.replay.policies",
     "kvroute.replay",
     "kvroute.command",
-    "kvroute.command.changes",
     *(f"kvroute.features.{feature.name}" for feature in FEATURES),
     "kvroute.cli",
 )

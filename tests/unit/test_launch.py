@@ -10,12 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from ray.serve._private.common import ReplicaState
 from rich.console import Console
 
 from kvroute.deployments import REPLICAS, final_error, short
-from kvroute.keys.key_file import new_file, new_key, write
+from kvroute.features.feature import Feature
 from kvroute.local import launch
 from kvroute.local.before_start import (
     check_access,
@@ -33,6 +32,7 @@ from kvroute.local.ray_cluster import LostProcesses, start_problem
 from kvroute.machine.problem import StartError
 from kvroute.process.hub import check_on_hub
 from kvroute.settings.owned_engine_args import options_for
+from kvroute.settings.router import RouterSettings
 from kvroute.settings.serve import ServeSettings, load
 from tests.support.certificates import certificate
 
@@ -65,25 +65,33 @@ def test_a_loopback_address_needs_no_key(host: str) -> None:
     check_access(host, None, insecure=False)
 
 
+class Closing(Feature):
+    """A feature that may close the gate."""
+
+    def gate(self, settings: RouterSettings) -> None:
+        return None
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
-def test_other_addresses_need_keys_or_insecure(host: str, tmp_path: Path) -> None:
+def test_other_addresses_need_keys_or_insecure(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.local.before_start.FEATURES", (Closing(),))
     with pytest.raises(
         StartError, match=r"other machines can reach, .* --api-keys FILE .* --insecure"
     ):
         check_access(host, None, insecure=False)
     check_access(host, None, insecure=True)
-    _, entry = new_key("acme", ["use"], "")
-    write(tmp_path / "keys.json", replace(new_file(), keys=(entry,)))
     check_access(host, tmp_path / "keys.json", insecure=False)
 
 
-def test_a_key_file_without_keys_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    with pytest.raises(StartError, match=r"--api-keys: .* No such file"):
-        check_access("127.0.0.1", path, insecure=False)
-    write(path, new_file())
-    with pytest.raises(StartError, match="has no key; add one"):
-        check_access("127.0.0.1", path, insecure=True)
+def test_keys_that_no_feature_checks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.local.before_start.FEATURES", ())
+    for insecure in (False, True):
+        with pytest.raises(StartError, match="no feature that checks API keys"):
+            check_access("127.0.0.1", tmp_path / "keys.json", insecure=insecure)
 
 
 def test_a_certificate_needs_its_own_key(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from tests.support.repository import product_modules
 
 # Modules that share their names. Remove an entry when you give one of its modules another name.
 SHARED_MODULES = {
-    *("accounts", "app", "deployment", "events", "features"),
-    *("generation", "lane", "limits", "peers", "policy", "priority"),
+    *("app", "deployment", "events", "features"),
+    *("generation", "lane", "peers", "policy", "priority"),
     *("protocol", "pulls", "records", "replica", "router", "server"),
 }
 

@@ -2,38 +2,18 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
-from kvroute.cli import app
 from kvroute.client import fail
-from kvroute.command import explain, status_command, tenants_command
+from kvroute.command import explain, status_command
 from kvroute.command.tables import Column, number, print_lines, print_table, prose, seconds
 from kvroute.deployments import plain
 from kvroute.doctor.checks import Check
-from kvroute.router.accounting.accounts import as_json
 from kvroute.router.page.recent_answers import KEPT, RecentAnswers
-
-WIDTH = 80
-SHORT, LONG = "9bbumjjb", "a-name-of-" + 9 * "ten-chars-"
-NAMES = (SHORT, LONG)
-
-
-def shown(*words: str) -> str:
-    result = CliRunner().invoke(app, words, env={"COLUMNS": str(WIDTH)})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.output
-
-
-def is_whole(text: str, *words: str) -> bool:
-    """Whether the text has every word whole, and only lines of one word are too long."""
-    lines = [line.split() for line in text.splitlines() if len(line.rstrip()) > WIDTH]
-    assert all(len(line) <= 3 for line in lines), lines
-    return {*words} <= {*text.split()} and "…" not in text
+from tests.support.narrow_terminal import LONG, NAMES, SHORT, is_whole, shown
 
 
 def replica(name: str, **facts: Any) -> dict[str, Any]:
@@ -106,23 +86,6 @@ def test_status_says_when_redis_is_away_and_which_replicas_are_missing(
     text = " ".join(shown("status", "--url", "http://x").split())
     assert "REDIS has not answered for 12.0 s; requests are answered meanwhile" in text
     assert "replicas 1 of 2 replicas are ready; lost: b" in text
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tenants(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    used = {"ok": 30_000_000, "hit": 15_000_000_000, "saved_us": 10**15}
-    account = as_json(name, used) | {"model": "m"}
-    usage = {"since": "2026-11-01", "until": "2026-11-23", "data": [account]}
-    monkeypatch.setattr(tenants_command, "call", lambda *_, **__: usage)
-    assert is_whole(shown("tenants", "--url", "http://x"), name, "15,000,000,000", "100.0%")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_keys_list(tmp_path: Path, name: str) -> None:
-    file, tenant = str(tmp_path / "keys.json"), name[:64]
-    shown("keys", "add", "--tenant", tenant, "--file", file, "--role", "use", "--role", "manage")
-    shown("keys", "limit", tenant, "--file", file, "--max-requests", "5")
-    assert is_whole(shown("keys", "list", "--file", file), tenant, "manage", "default")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.priority import PRIORITIES, Priority
-from kvroute.keys.keyring import Caller
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import DEADLINE, MAX_USER, PRIORITY, sharer_of, urgency_of
@@ -17,9 +17,7 @@ from kvroute.router.api.urgency import DEADLINE, MAX_USER, PRIORITY, sharer_of, 
 MAX_WAIT_S = 30.0
 
 
-def urgency(
-    headers: dict[str, str] | None = None, caller: Caller | None = None, **body: Any
-) -> Urgency:
+def urgency(headers: dict[str, str] | None = None, caller: Caller = ANYONE, **body: Any) -> Urgency:
     return urgency_of(headers or {}, body, caller, max_wait_s=MAX_WAIT_S)
 
 
@@ -29,7 +27,7 @@ def key(priority: Priority) -> Caller:
 
 def test_a_request_without_urgency_waits_up_to_the_operators_limit() -> None:
     assert urgency() == Urgency("default", 0.0, MAX_WAIT_S, None)
-    assert urgency_of({}, {}, None, max_wait_s=0).max_wait_s == math.inf
+    assert urgency_of({}, {}, ANYONE, max_wait_s=0).max_wait_s == math.inf
 
 
 @pytest.mark.parametrize(
@@ -97,8 +95,8 @@ def test_any_body_has_an_urgency_or_is_refused(body: dict[str, Any]) -> None:
 
 def test_the_sharer_is_the_tenant_else_the_user() -> None:
     assert sharer_of(key("default"), "ann") == "acme"
-    assert sharer_of(None, "ann") == "ann"
-    assert sharer_of(None, None) == sharer_of(None, 5) == ""
-    long = [sharer_of(None, letter * 10_000) for letter in "ab"]
+    assert sharer_of(ANYONE, "ann") == "ann"
+    assert sharer_of(ANYONE, None) == sharer_of(ANYONE, 5) == ""
+    long = [sharer_of(ANYONE, letter * 10_000) for letter in "ab"]
     assert long[0] != long[1]
     assert max(map(len, long)) <= MAX_USER

@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from kvroute.features.gate import OPEN
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
@@ -73,7 +74,7 @@ def served(model: Model) -> httpx2.AsyncClient:
     models._started = 0
     http.state.models = models
     http.state.bodies = Bodies(limit_mb=1)
-    http.state.keys = http.state.limits = None
+    http.state.gate = OPEN
     http.include_router(openai_routes.routes)
 
     async def refuse(request: Any, error: Any) -> Response:

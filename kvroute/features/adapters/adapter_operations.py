@@ -4,7 +4,7 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,7 +24,6 @@ from kvroute.features.adapters.added import (
     own_name,
     takes_added,
 )
-from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.replicas import ReplicaRegistry
@@ -79,14 +78,14 @@ class AdapterOperations:
         self._settings = settings
 
     async def add(
-        self, new: NewAdapter, *, taken: Collection[str], limits: TenantLimits | None = None
+        self, new: NewAdapter, *, taken: Collection[str], limits: Mapping[str, int]
     ) -> None:
         """Check an adapter by loading it on one replica, and add it for the fleet.
 
         Args:
             new: the adapter.
             taken: names of models and of the adapters of --lora.
-            limits: the limits of the adapter's tenant; None: no limits.
+            limits: the limits of the adapter's tenant, by name.
 
         Raises:
             ApiError: the adapter cannot be added.
@@ -196,7 +195,7 @@ class AdapterOperations:
         while not self._replicas.own_records and time.monotonic() < ends_s:
             await asyncio.sleep(POLL_S)
 
-    def _check_room(self, new: NewAdapter, limits: TenantLimits | None) -> None:
+    def _check_room(self, new: NewAdapter, limits: Mapping[str, int]) -> None:
         """Refuse an adapter early, before a replica loads it."""
         if not any(map(takes_added, self._replicas.own_records)):
             raise ApiError(
@@ -207,8 +206,7 @@ class AdapterOperations:
         found = self._directory.find(new.lora_name, new.tenant)
         if found and found.tenant == new.tenant and not new.load_inplace:
             raise _taken(found)
-        if new.tenant and limits is not None:
-            self._check_limit(new, limits.max_adapters)
+        self._check_limit(new, limits.get("max_adapters"))
         if len(self._directory.all) >= MAX_ADAPTERS:
             raise ApiError(
                 409,

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from kvroute.features.adapters.adapter_operations import NewAdapter, OldAdapter
 from kvroute.features.adapters.router_adapters import RouterAdapters
-from kvroute.keys.key_file import TENANT
+from kvroute.features.gate import TENANT, Gate
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.serving.model_router import ModelRouter
@@ -30,8 +30,8 @@ async def load(request: Request, models: Served, bodies: BodyReader) -> Response
     for each in models.all:
         if each is not model and each.variant(new.lora_name, new.tenant):
             names.append(new.lora_name)
-    keys = request.app.state.keys
-    limits = keys.limits(new.tenant) if keys and new.tenant else None
+    gate: Gate = request.app.state.gate
+    limits = gate.limits(new.tenant)
     await _adapters(model).operations.add(new, taken=names, limits=limits)
     return PlainTextResponse(f"Success: LoRA adapter '{new.lora_name}' added successfully.")
 
@@ -66,7 +66,7 @@ def _check_tenant(request: Request, tenant: str) -> None:
     Raises:
         ApiError: the cluster has no API keys, or this is no name of a tenant.
     """
-    if tenant and request.app.state.keys is None:
+    if tenant and request.app.state.gate.is_open:
         raise invalid(
             "tenant",
             f"tenant is {shown(tenant)}, and this cluster has no API keys; leave tenant out, or "

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from kvroute.features.audio.recordings import Recordings
     from kvroute.features.audio.uploaded_bodies import UploadedBodies
     from kvroute.features.replica_feature import ReplicaBase
-    from kvroute.keys.watched import WatchedKeys
     from kvroute.router.serving.router_base import RouterBase
 
 ROUTES = ("/v1/audio/transcriptions", "/v1/audio/translations")
@@ -37,7 +36,7 @@ class Audio(Feature):
         values = {"max_audio_mb": options.max_audio_mb}
         return FeatureSettings(values, values, {VLLM_LIMIT: str(options.max_audio_mb)})
 
-    def service(self, base: "RouterBase", keys: "WatchedKeys | None") -> "Recordings":
+    def service(self, base: "RouterBase") -> "Recordings":
         from kvroute.features.audio.audio_options import AudioOptions
         from kvroute.features.audio.recordings import Recordings
 

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request, Response
 from kvroute.features.audio import ROUTES
 from kvroute.features.audio.recordings import Recordings
 from kvroute.features.audio.transcribing import transcribe
+from kvroute.features.gate import Entry
 from kvroute.features.router_service import RouterServices
-from kvroute.router.admission.limits import Entry
 from kvroute.router.api.calls import Call
 from kvroute.router.endpoints.openai_routes import Answers, answer
 from kvroute.router.endpoints.wait_notices import WaitNotices
@@ -20,9 +20,7 @@ FIELDS = {"model", "user"}  # the fields of a form with a recording that a route
 class AudioAnswers(Answers):
     """A route for recordings."""
 
-    async def respond(
-        self, request: Request, entry: Entry | None, notices: WaitNotices
-    ) -> Response:
+    async def respond(self, request: Request, entry: Entry, notices: WaitNotices) -> Response:
         services: RouterServices = request.app.state.services
         recordings = services.get(Recordings.name)
         assert isinstance(recordings, Recordings)

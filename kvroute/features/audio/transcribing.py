@@ -38,12 +38,10 @@ async def transcribe(
 
     Raises:
         ApiError: no replica answers.
-        OverLimitError: the call would exceed a limit of its tenant.
     """
     parts.holding.check(context.urgency, context.sharer)
     seconds = -(-recording.seconds // CLIP_S) * CLIP_S
-    if context.entry is not None:
-        context.entry.add_prompt_tokens(seconds)
+    context.entry.add_prompt_tokens(seconds, time.monotonic())
     http = replace(http_call(call, call.raw), upload=recording.upload)
     context = replace(
         context,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
     from kvroute.features.feature import CheckOptions
     from kvroute.features.router_service import RouterService
-    from kvroute.keys.watched import WatchedKeys
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
 
@@ -50,10 +49,10 @@ class Batching(Feature):
 
         return {"files": lambda settings: check_files_dir(settings.files_dir)}
 
-    def service(self, base: "RouterBase", keys: "WatchedKeys | None") -> "RouterService | None":
+    def service(self, base: "RouterBase") -> "RouterService | None":
         from kvroute.features.batches.service import batch_service
 
-        return batch_service(base, keys)
+        return batch_service(base)
 
     def routes(self) -> "Sequence[APIRouter]":
         from kvroute.features.batches import batch_routes, file_routes

@@ -7,11 +7,9 @@ from fastapi.responses import JSONResponse
 
 from kvroute.features.batches.batches import BatchBody, as_object
 from kvroute.features.batches.service import Service, needing_store
-from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.endpoints.limited import limits_of
 from kvroute.router.endpoints.pages import page_of
-from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.entrance import caller_of
 
 BATCHES = "/v1/batches"
 MAX_LISTED = 100  # the most batches in one page, as in OpenAI's API
@@ -24,7 +22,7 @@ async def create_batch(request: Request, service: Service, bodies: BodyReader) -
     """Create a batch from an uploaded file. It runs in the background."""
     body = await bodies.parsed(BatchBody, request)
     with needing_store():
-        batch = await service.batches.create(body, caller_of(request), limits_of(request))
+        batch = await service.batches.create(body, caller_of(request))
     return JSONResponse(as_object(batch))
 
 
@@ -32,7 +30,7 @@ async def create_batch(request: Request, service: Service, bodies: BodyReader) -
 async def list_batches(request: Request, service: Service) -> Response:
     """Return the client's batches, the newest first."""
     with needing_store():
-        batches = await service.batches.listed(tenant_of(caller_of(request)))
+        batches = await service.batches.listed(caller_of(request).tenant)
     query = request.query_params
     page = page_of(batches, query, id_of=attrgetter("id"), default=20, most=MAX_LISTED)
     return JSONResponse(page.as_object([as_object(batch) for batch in page.items]))
@@ -42,7 +40,7 @@ async def list_batches(request: Request, service: Service) -> Response:
 async def get_batch(batch_id: str, request: Request, service: Service) -> Response:
     """Return a batch: its status, its counts, and the ids of the files with its results."""
     with needing_store():
-        batch = await service.batches.get(batch_id, tenant_of(caller_of(request)))
+        batch = await service.batches.get(batch_id, caller_of(request).tenant)
     return JSONResponse(as_object(batch))
 
 
@@ -50,5 +48,5 @@ async def get_batch(batch_id: str, request: Request, service: Service) -> Respon
 async def cancel_batch(batch_id: str, request: Request, service: Service) -> Response:
     """Cancel a batch. The results so far are kept."""
     with needing_store():
-        batch = await service.batches.cancel(batch_id, tenant_of(caller_of(request)))
+        batch = await service.batches.cancel(batch_id, caller_of(request).tenant)
     return JSONResponse(as_object(batch))

@@ -20,8 +20,7 @@ from kvroute.features.batches.records import (
     new_file_id,
 )
 from kvroute.features.batches.stores.file_store import FileStore
-from kvroute.keys.keyring import Caller, tenant_of
-from kvroute.keys.limits import TenantLimits
+from kvroute.features.gate import Caller
 from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.api.parsing import Metadata
 
@@ -73,16 +72,14 @@ class Batches:
         # The latest known states. Those of batches that have ended do not change any more.
         self._known: dict[str, Snapshot] = {}
 
-    async def create(
-        self, body: BatchBody, caller: Caller | None, limits: TenantLimits | None
-    ) -> Snapshot:
+    async def create(self, body: BatchBody, caller: Caller) -> Snapshot:
         """Create a batch, which some router runs soon.
 
         Raises:
             ApiError: the body cannot be used, or the tenant has too many open batches.
             OSError: the store cannot be used.
         """
-        tenant, now = tenant_of(caller), int(self._files.clock.now_s())
+        tenant, now = caller.tenant, int(self._files.clock.now_s())
         if body.endpoint not in PATHS:
             raise invalid(
                 "endpoint", f"endpoint is {shown(body.endpoint)}; expected {', '.join(PATHS)}"
@@ -95,9 +92,9 @@ class Batches:
                 f"file {file.id} has the purpose {file.purpose}; upload it with the purpose "
                 f"{PURPOSE}",
             )
-        await self._check_open(tenant, limits)
+        await self._check_open(caller)
         await self.delete_old()
-        await self._files.check_room(tenant, limits)
+        await self._files.check_room(caller)
         expires = body.output_expires_after
         record = BatchRecord(
             new_batch_id(),
@@ -109,7 +106,7 @@ class Batches:
             expires_at=now + window_s,
             output_file_id=new_file_id(),
             error_file_id=new_file_id(),
-            priority=caller.priority if caller else "default",
+            priority=caller.priority,
             metadata=body.metadata,
             output_ttl_s=expires.seconds if expires else None,
         )
@@ -230,7 +227,7 @@ class Batches:
         known = self._known.get(id_)
         return known is None or tenant in (None, known.record.tenant)
 
-    async def _check_open(self, tenant: str, limits: TenantLimits | None) -> None:
+    async def _check_open(self, caller: Caller) -> None:
         """Check that the tenant, and all tenants together, may have another open batch.
 
         Raises:
@@ -238,8 +235,8 @@ class Batches:
             OSError: the store cannot be used.
         """
         running = [snapshot for snapshot in await self.listed(None) if not snapshot.end]
-        own = sum(snapshot.record.tenant == tenant for snapshot in running)
-        most = limits.max_open_batches if limits else None
+        own = sum(snapshot.record.tenant == caller.tenant for snapshot in running)
+        most = caller.limits.get("max_open_batches")
         if most is not None and own >= most:
             raise ApiError(
                 429,

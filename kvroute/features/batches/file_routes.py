@@ -10,12 +10,10 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from kvroute.features.batches.files import FileUpload
 from kvroute.features.batches.records import FileRecord
 from kvroute.features.batches.service import BatchService, Service, needing_store
-from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.endpoints.form import UploadForm
-from kvroute.router.endpoints.limited import entered, leaving, limits_of
 from kvroute.router.endpoints.pages import in_order, page_of
-from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.entrance import caller_of, entered
 
 FILES = "/v1/files"
 MAX_LISTED = 10_000  # the most files in one page, as in OpenAI's API
@@ -32,7 +30,7 @@ routes = APIRouter()
 async def upload_file(request: Request, service: Service) -> Response:
     """Store an uploaded file. Until it is stored, it is one of its tenant's running requests."""
     form = UploadForm(request, expected="`purpose` and `file`")
-    with leaving(entered(request)):
+    with entered(request):
         await form.begin()
         if "purpose" in form.fields:
             _described(form)  # refuses bad fields before the file is read
@@ -40,8 +38,7 @@ async def upload_file(request: Request, service: Service) -> Response:
             record = await service.files.add(
                 form.content(),
                 lambda: _described(form),  # some clients send fields after the file
-                tenant_of(caller_of(request)),
-                limits_of(request),
+                caller_of(request),
             )
     return JSONResponse(as_object(record))
 
@@ -50,7 +47,7 @@ async def upload_file(request: Request, service: Service) -> Response:
 async def list_files(request: Request, service: Service, purpose: str | None = None) -> Response:
     """Return the client's files."""
     with needing_store():
-        records = await service.files.listed(tenant_of(caller_of(request)))
+        records = await service.files.listed(caller_of(request).tenant)
         if purpose is not None:
             records = [record for record in records if record.purpose == purpose]
         query = request.query_params
@@ -122,7 +119,7 @@ def as_object(record: FileRecord) -> dict[str, Any]:
 
 async def _found(file_id: str, request: Request, service: BatchService) -> FileRecord:
     with needing_store():
-        return await service.files.get(file_id, tenant_of(caller_of(request)))
+        return await service.files.get(file_id, caller_of(request).tenant)
 
 
 def _described(form: UploadForm) -> FileUpload:

@@ -12,7 +12,7 @@ from kvroute.contract.records import encode
 from kvroute.features.batches.batch_state import BatchState, read_record
 from kvroute.features.batches.records import FILE_ID, FileRecord, Segment, new_file_id
 from kvroute.features.batches.stores.file_store import FileStore
-from kvroute.keys.limits import TenantLimits
+from kvroute.features.gate import Caller
 from kvroute.router.api.errors import ApiError
 from kvroute.store.connection import SharedClock
 
@@ -69,8 +69,7 @@ class Files:
         self,
         parts: AsyncIterable[bytes],
         describe: Callable[[], FileUpload],
-        tenant: str,
-        limits: TenantLimits | None,
+        caller: Caller,
     ) -> FileRecord:
         """Store a file whose content arrives in parts.
 
@@ -78,24 +77,23 @@ class Files:
             parts: the content.
             describe: returns what the client says about the file; called after the last part. If
                 it raises ApiError, the file is deleted.
-            tenant: the owner; empty: the cluster has no API keys.
-            limits: the limits of the tenant.
+            caller: the owner.
 
         Raises:
             ApiError: the file is too large, or a quota is exceeded.
             OSError: the store cannot be used.
         """
         id_, now = new_file_id(), int(self.clock.now_s())
-        bounded = await self._bounded(parts, tenant, limits, new_files=1)
+        bounded = await self._bounded(parts, caller, new_files=1)
         try:
             try:
                 size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
             finally:
-                self._uploading[tenant] -= bounded.size
+                self._uploading[caller.tenant] -= bounded.size
             upload = describe()
             record = FileRecord(
                 id_,
-                tenant,
+                caller.tenant,
                 upload.filename,
                 upload.purpose,
                 created_at=now,
@@ -103,7 +101,7 @@ class Files:
                 bytes=size,
             )
             async with self._adding:  # other uploads may have ended meanwhile
-                now_used = await self._bounded(_nothing(), tenant, limits, new_files=1)
+                now_used = await self._bounded(_nothing(), caller, new_files=1)
                 now_used.used += size
                 now_used.total += size
                 now_used.check()
@@ -117,7 +115,7 @@ class Files:
         """Add a file whose content is already stored. Raises OSError."""
         await self._store.create(f"{FOLDER}/{record.id}.json", encode(record))
 
-    async def check_room(self, tenant: str, limits: TenantLimits | None) -> None:
+    async def check_room(self, caller: Caller) -> None:
         """Check that the results of another batch may be stored.
 
         Raises:
@@ -125,7 +123,7 @@ class Files:
                 or are as many as they may be.
             OSError: the store cannot be used.
         """
-        (await self._bounded(_nothing(), tenant, limits, new_files=RESULTS)).check()
+        (await self._bounded(_nothing(), caller, new_files=RESULTS)).check()
 
     async def used_bytes(self) -> int:
         """Return the size of all files. Raises OSError."""
@@ -284,12 +282,7 @@ class Files:
         return await state.results(snapshot, record.kind) if snapshot else ()
 
     async def _bounded(
-        self,
-        parts: AsyncIterable[bytes],
-        tenant: str,
-        limits: TenantLimits | None,
-        *,
-        new_files: int,
+        self, parts: AsyncIterable[bytes], caller: Caller, *, new_files: int
     ) -> "_Bounded":
         """Return the content of an upload with its limits.
 
@@ -298,7 +291,7 @@ class Files:
             OSError: the store cannot be used.
         """
         records = await self.sized(await self.all())
-        own = [record for record in records if record.tenant == tenant]
+        own = [record for record in records if record.tenant == caller.tenant]
         if len(records) + new_files > MAX_FILES:
             raise ApiError(
                 507,
@@ -306,17 +299,17 @@ class Files:
                 "cluster; delete files",
                 "file",
             )
-        files = len(own) + new_files
-        if limits and limits.max_files is not None and files > limits.max_files:
-            raise _over("max_files", f"{files} files", f"{limits.max_files}")
+        files, max_files = len(own) + new_files, caller.limits.get("max_files")
+        if max_files is not None and files > max_files:
+            raise _over("max_files", f"{files} files", f"{max_files}")
         return _Bounded(
             parts,
             self._uploading,
-            tenant,
+            caller.tenant,
             used=_bytes(own),
             total=_bytes(records),
             max_file_bytes=self._max_file_bytes,
-            tenant_bytes=limits.max_file_bytes if limits else None,
+            tenant_bytes=caller.limits.get("max_file_bytes"),
             quota_bytes=round((1 - SPARE_SHARE) * self._quota_bytes),
         )
 

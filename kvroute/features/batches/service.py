@@ -25,9 +25,8 @@ from kvroute.features.batches.runner import BatchRunner
 from kvroute.features.batches.stores.file_places import FilePlaces
 from kvroute.features.batches.stores.file_store import UNLIMITED, StoreFullError
 from kvroute.features.batches.stores.folder import Folder
+from kvroute.features.gate import Caller
 from kvroute.features.router_service import RouterService, RouterServices
-from kvroute.keys.keyring import Caller
-from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
 from kvroute.process.state_folder import state_folder
 from kvroute.router.api.errors import ApiError
@@ -60,13 +59,12 @@ class BatchService(RouterService):
         store: "Folder | Bucket",
         options: BatchOptions,
         *,
-        keys: WatchedKeys | None,
         quota_bytes: int,
     ) -> None:
         # Lines are read in these threads only, so that a disk that hangs blocks no other work.
         self._threads = ThreadPoolExecutor(LINE_THREADS, thread_name_prefix="batch-lines")
         self._store = store
-        self._keys = keys
+        self._gate = base.gate
         self._places = FilePlaces(base.redis, cluster=base.cluster)
         self._application: ASGIApp | None = None  # set when the router has built it
         self._is_stopping = False
@@ -87,7 +85,7 @@ class BatchService(RouterService):
             self.batches,
             leases=BatchLeases(base.redis, base.router_id, cluster=base.cluster),
             client=self._client,
-            may_run=self._may_run,
+            may_run=lambda record: self._caller(record) is not None,
             max_line_bytes=base.settings.max_body_mb << 20,
             threads=self._threads,
             max_open=max(1, round(OPEN_SHARE * base.settings.max_requests)),
@@ -181,12 +179,7 @@ class BatchService(RouterService):
         return id_
 
     def _caller(self, record: BatchRecord) -> Caller | None:
-        if self._keys is None:
-            return None
-        return self._keys.keyring().tenant(record.tenant, record.priority)
-
-    def _may_run(self, record: BatchRecord) -> bool:
-        return self._keys is None or self._caller(record) is not None
+        return self._gate.sender(record.tenant, record.priority)
 
     def _client(self, record: BatchRecord) -> httpx.AsyncClient:
         assert self._application is not None
@@ -210,7 +203,7 @@ class Unusable(RouterService):
         return {"problem": self.problem, "is_default": self._is_default}
 
 
-def batch_service(base: RouterBase, keys: WatchedKeys | None) -> BatchService | Unusable | None:
+def batch_service(base: RouterBase) -> BatchService | Unusable | None:
     """Return the service of a router; None if --files-dir is off. This waits for the disk."""
     options = base.settings.of(BatchService.name, BatchOptions)
     if options.files_dir == "off":
@@ -227,7 +220,7 @@ def batch_service(base: RouterBase, keys: WatchedKeys | None) -> BatchService | 
     quota_bytes = space_bytes if space_bytes >= UNLIMITED else round(QUOTA_SHARE * space_bytes)
     if quota_mb is not None:
         quota_bytes = quota_mb << 20
-    return BatchService(base, store, options, keys=keys, quota_bytes=quota_bytes)
+    return BatchService(base, store, options, quota_bytes=quota_bytes)
 
 
 def _opened(place: str) -> "Folder | Bucket":

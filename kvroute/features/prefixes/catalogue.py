@@ -16,12 +16,12 @@ from kvroute.blocks.tiers import Tier
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.own_names import TENANT_SEPARATOR, own_id
 from kvroute.contract.records import ReplicaRecord
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.features.prefixes import NOT_FOUND
 from kvroute.features.prefixes.composer import PrefixComposer
 from kvroute.features.prefixes.named_prefix import Prefix, assigned, shared_tokens
 from kvroute.features.prefixes.prefix_options import Task
 from kvroute.features.prefixes.prefix_store import Prefixes
-from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import REDIS_ERRORS, Outage
@@ -50,9 +50,9 @@ def assigned_records(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[R
     return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
 
 
-def is_visible(prefix: Prefix, caller: Caller | None) -> bool:
+def is_visible(prefix: Prefix, caller: Caller) -> bool:
     """Return whether the caller may use and see the prefix."""
-    return caller is None or not prefix.namespace or prefix.tenant == caller.tenant
+    return not caller.tenant or not prefix.namespace or prefix.tenant == caller.tenant
 
 
 class Catalogue:
@@ -88,7 +88,7 @@ class Catalogue:
 
         await self._copy.run(work, Outage(log, "named prefixes stay as they are"))
 
-    async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
+    async def named(self, param: str, name: str, caller: Caller = ANYONE) -> Prefix:
         """Return the prefix with this name, in the version that requests should use (see `get`).
 
         If the caller and all tenants have a prefix with this name, the caller's prefix is used.
@@ -108,9 +108,9 @@ class Catalogue:
             raise self.unknown(param, name, caller)
         return prefix
 
-    def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
+    def find(self, name: str, caller: Caller = ANYONE) -> Prefix | None:
         """Return the same as `named`, but None if this router does not know the name."""
-        own = self.get(own_id(caller.tenant, name)) if caller else None
+        own = self.get(own_id(caller.tenant, name)) if caller.tenant else None
         prefix = own or self.get(name)
         return prefix if prefix and is_visible(prefix, caller) else None
 
@@ -179,7 +179,7 @@ class Catalogue:
         """
         return {id_: self._saved[id_] for id_ in self._versions if TENANT_SEPARATOR not in id_}
 
-    def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
+    def unknown(self, param: str, name: str, caller: Caller = ANYONE) -> ApiError:
         """Return the 404 error for an unknown name. It suggests names that the caller may use."""
         labels = {prefix.label for prefix in self.all() if is_visible(prefix, caller)}
         similar = get_close_matches(name, sorted(labels)[:COMPARED])

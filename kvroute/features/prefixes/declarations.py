@@ -9,6 +9,7 @@ from typing import Any
 from kvroute.blocks.tiers import GPU, HOST, Tier, up_to
 from kvroute.contract.own_names import own_id
 from kvroute.contract.records import ReplicaRecord
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.features.prefixes import CANNOT_PIN, OF_ANOTHER_TENANT, TOO_MANY
 from kvroute.features.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
 from kvroute.features.prefixes.composer import PrefixComposer
@@ -16,8 +17,6 @@ from kvroute.features.prefixes.declaration import PrefixDeclaration
 from kvroute.features.prefixes.named_prefix import Prefix, is_same
 from kvroute.features.prefixes.prefix_store import OtherTenantError
 from kvroute.features.prefixes.tenant_limits import check_limits
-from kvroute.keys.keyring import Caller, tenant_of
-from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.store.connection import REDIS_ERRORS
 from kvroute.wording import plural
@@ -57,24 +56,20 @@ class Declarations:
     async def declare(
         self,
         declaration: PrefixDeclaration,
-        caller: Caller | None = None,
+        caller: Caller = ANYONE,
         *,
         max_model_len: int,
-        limits: TenantLimits | None = None,
     ) -> tuple[dict[str, Any], bool]:
         """Declare a prefix; return it, and whether this call created a new version.
 
         Args:
-            declaration: the declaration.
-            caller: the caller; None: the cluster has no API keys.
             max_model_len: the most tokens of a prompt and its response together.
-            limits: the limits of the caller's tenant; None: no limits.
 
         Raises:
             ApiError: the declaration is not valid, or would exceed a limit.
         """
-        tenant = tenant_of(caller)
-        is_own = caller is not None and not declaration.shared
+        tenant = caller.tenant
+        is_own = bool(tenant) and not declaration.shared
         source = declaration.source()
         token_ids = await self._composer.prefix_tokens(source, max_model_len=max_model_len)
         wanted = Prefix(
@@ -86,14 +81,14 @@ class Declarations:
             declaration.pinned is not False,
             declaration.ttl_s and self._catalogue.store.clock.now_s() + declaration.ttl_s,
             tenant=tenant,
-            namespace=caller.salt if caller and is_own else "",
+            namespace=caller.salt if is_own else "",
             is_shared=declaration.shared,
             is_in_host=declaration.pinned == HOST.name,
         )
         with needing_redis():
-            return await self._declare(wanted, limits)
+            return await self._declare(wanted, caller.limits)
 
-    async def list(self, caller: Caller | None = None) -> list[dict[str, Any]]:
+    async def list(self, caller: Caller = ANYONE) -> list[dict[str, Any]]:
         """Return the newest version of each prefix that the caller may use, the oldest first."""
         records, uses = await self._status()
         prefixes = self._catalogue.all()
@@ -123,7 +118,7 @@ class Declarations:
             "of_tenants": len(latest) - len(visible),
         }
 
-    async def get(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
+    async def get(self, name: str, caller: Caller = ANYONE) -> dict[str, Any]:
         """Return the newest version of the prefix with this name.
 
         Raises:
@@ -132,7 +127,7 @@ class Declarations:
         records, uses = await self._status()
         return self._as_json(self._latest(name, caller), records, uses)
 
-    async def drop(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
+    async def drop(self, name: str, caller: Caller = ANYONE) -> dict[str, Any]:
         """Drop all versions of the prefix with this name, and return a confirmation.
 
         Raises:
@@ -141,14 +136,14 @@ class Declarations:
         with needing_redis():
             await self._catalogue.refresh()
             prefix = self._latest(name, caller)
-            if caller and prefix.tenant not in ("", caller.tenant):
+            if caller.tenant and prefix.tenant not in ("", caller.tenant):
                 raise _other_tenant(name)
             if not await self._catalogue.store.drop(prefix.id):
                 raise self._catalogue.unknown("id", name, caller)
             await self._catalogue.refresh()
         return {"id": name, "object": "prefix", "deleted": True}
 
-    def _latest(self, name: str, caller: Caller | None) -> Prefix:
+    def _latest(self, name: str, caller: Caller) -> Prefix:
         """Return the newest version of the prefix that the caller can use by this name.
 
         Raises:
@@ -161,16 +156,14 @@ class Declarations:
         return prefix
 
     async def _declare(
-        self, wanted: Prefix, limits: TenantLimits | None
+        self, wanted: Prefix, limits: Mapping[str, int]
     ) -> tuple[dict[str, Any], bool]:
         """Declare a prefix. Only one call runs at a time, so it sees all earlier declarations."""
         async with self._declaring:
             prefix, is_new = await self._declare_next(wanted, limits)
         return self._as_json(prefix, *await self._status()), is_new
 
-    async def _declare_next(
-        self, wanted: Prefix, limits: TenantLimits | None
-    ) -> tuple[Prefix, bool]:
+    async def _declare_next(self, wanted: Prefix, limits: Mapping[str, int]) -> tuple[Prefix, bool]:
         await self._catalogue.refresh()
         before = self._catalogue.latest(wanted.id)
         if before is None or not is_same(before, wanted):

@@ -9,8 +9,7 @@ from kvroute.features.prefixes.declaration import PrefixDeclaration
 from kvroute.features.prefixes.declarations import Declarations
 from kvroute.features.prefixes.router_prefixes import RouterPrefixes
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.endpoints.limited import limits_of
-from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.entrance import caller_of
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Served, label_by_model
 
@@ -23,10 +22,7 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
     declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.select(declaration.model)
     prefix, is_new = await _of(model).declare(
-        declaration,
-        caller_of(request),
-        max_model_len=model.max_model_len(),
-        limits=limits_of(request),
+        declaration, caller_of(request), max_model_len=model.max_model_len()
     )
     return JSONResponse({**prefix, "model": model.name}, 201 if is_new else 200)
 

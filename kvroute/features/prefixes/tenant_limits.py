@@ -1,15 +1,14 @@
 """A tenant's limits for named prefixes: how many it may declare, and how many blocks it may pin."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvroute.features.prefixes import TENANT_HAS_TOO_MANY, TENANT_PINS_TOO_MUCH
 from kvroute.features.prefixes.named_prefix import Prefix
-from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
 
 
 def check_limits(
-    wanted: Prefix, declared: Iterable[Prefix], limits: TenantLimits | None, *, block_size: int
+    wanted: Prefix, declared: Iterable[Prefix], limits: Mapping[str, int], *, block_size: int
 ) -> None:
     """Check that a tenant may declare a prefix.
 
@@ -18,18 +17,16 @@ def check_limits(
     Args:
         wanted: the prefix to declare.
         declared: all prefixes that are declared already.
-        limits: the tenant's limits; None: no limits.
+        limits: the limits of the caller.
 
     Raises:
         ApiError: the tenant has too many prefixes or pinned blocks.
     """
-    if limits is None:
-        return
     own = {prefix.id: prefix for prefix in declared if prefix.tenant == wanted.tenant}
     own[wanted.id] = wanted
-    _check_number(wanted, len(own), limits.max_prefixes)
+    _check_number(wanted, len(own), limits.get("max_prefixes"))
     blocks = sum(prefix.full_blocks(block_size) for prefix in own.values() if prefix.is_pinned)
-    _check_blocks(wanted, blocks, limits.max_pinned_blocks)
+    _check_blocks(wanted, blocks, limits.get("max_pinned_blocks"))
 
 
 def _check_number(wanted: Prefix, number: int, limit: int | None) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from kvroute.features.responses.router_responses import RouterResponses
     from kvroute.features.router_service import RouterService
-    from kvroute.keys.watched import WatchedKeys
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
 
@@ -59,10 +58,10 @@ class StoredResponses(Feature):
 
         return RouterResponses(base)
 
-    def service(self, base: "RouterBase", keys: "WatchedKeys | None") -> "RouterService | None":
+    def service(self, base: "RouterBase") -> "RouterService | None":
         from kvroute.features.responses.background.background_responses import background_responses
 
-        return background_responses(base, keys)
+        return background_responses(base)
 
     def routes(self) -> "Sequence[APIRouter]":
         from kvroute.features.responses import conversation_routes, response_routes

@@ -1,6 +1,6 @@
 """OpenAI's HTTP routes for conversations.
 
-A conversation can only be used with the API key and the `cache_salt` that it was created with.
+A conversation can only be used by the tenant and with the `cache_salt` that created it.
 """
 
 from typing import Annotated, Any

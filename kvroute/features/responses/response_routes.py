@@ -1,6 +1,6 @@
 """HTTP routes for stored responses.
 
-A response can only be read with the API key and the `cache_salt` of the request that created it.
+A response can only be read by the tenant and with the `cache_salt` of the request that created it.
 """
 
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ from kvroute.features.responses.stores.leased_values import owner
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.endpoints.pages import in_order, page_of
-from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.entrance import caller_of
 from kvroute.router.serving.models import Models, Served
 
 RESPONSE = RESPONSES + "/{response_id}"  # path of one stored response

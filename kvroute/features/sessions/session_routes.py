@@ -7,10 +7,8 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.features.sessions.router_sessions import EndedSessions
-from kvroute.keys.keyring import salted
 from kvroute.router.api.sessions import checked_id, session_number
-from kvroute.router.endpoints.limited import entered, leaving
-from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.entrance import caller_of, entered
 from kvroute.router.serving.models import Served
 
 routes = APIRouter()
@@ -32,8 +30,8 @@ async def end_session(
     """
     checked_id("session_id", session_id)
     selected = models.all if model is None else [models.select(model)]
-    number = session_number(salted(caller_of(request), salt), session_id)
-    with leaving(entered(request)):
+    number = session_number(caller_of(request).salted(salt), session_id)
+    with entered(request):
         errors = await asyncio.gather(
             *(served.feature(EndedSessions).end(number) for served in selected)
         )

@@ -22,9 +22,10 @@ from kvroute.features.adapters.added import (
     decode_order,
     encode_files,
 )
-from kvroute.keys.limits import TenantLimits
+from kvroute.features.gate import OPEN, Caller
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
+from tests.support.gates import ClosedGate
 from tests.support.records import record
 
 ROOT = Path("/srv/adapters")
@@ -73,9 +74,9 @@ class Client:
         self.http = http
         self._app = app
 
-    def limit(self, limits: TenantLimits | None) -> None:
-        """Give the cluster API keys, and every tenant these limits."""
-        self._app.state.keys = SimpleNamespace(limits=lambda _: limits)
+    def close_gate(self, **limits: int) -> None:
+        """Let only the tenant acme in, with these limits."""
+        self._app.state.gate = ClosedGate(Caller("acme", limits=limits))
 
     async def load(self, name: str, path: str = "", **more: Any) -> httpx.Response:
         body = {"lora_name": name, "lora_path": path or name, **more}
@@ -93,7 +94,7 @@ class Client:
 async def serving(model: Model) -> AsyncIterator[Client]:
     app = FastAPI()
     models = SimpleNamespace(all=[model], select=lambda name: model)
-    app.state.models, app.state.bodies, app.state.keys = models, Bodies(limit_mb=1), None
+    app.state.models, app.state.bodies, app.state.gate = models, Bodies(limit_mb=1), OPEN
     app.include_router(adapter_routes.routes)
 
     @app.exception_handler(ApiError)

@@ -11,7 +11,6 @@ from kvroute.blocks.variants import NAME
 from kvroute.features.adapters import adapter_operations
 from kvroute.features.adapters.adapter_store import Adapters
 from kvroute.features.adapters.added import AdapterFiles
-from kvroute.keys.limits import TenantLimits
 from kvroute.store.connection import connect
 from tests.features.adapters.adapter_client import Client, Model, message, serving
 from tests.support.records import record
@@ -93,13 +92,13 @@ async def test_without_redis_nothing_is_added() -> None:
 
 async def test_a_tenant_needs_keys(client: Client) -> None:
     assert "has no API keys" in message(await client.load("sql", tenant="acme"))
-    client.limit(None)
+    client.close_gate()
     assert "expected the name of a tenant" in message(await client.load("sql", tenant="a b"))
     assert (await client.load("sql", tenant="acme")).status_code == 200
 
 
 async def test_two_tenants_and_all_others_can_use_one_name(client: Client) -> None:
-    client.limit(None)
+    client.close_gate()
     for tenant in ("acme", "other", ""):
         assert (await client.load("sql", f"sql-{tenant}", tenant=tenant)).status_code == 200
     found = {tenant: client.model.adapters.find("sql", tenant) for tenant in ("acme", "other", "")}
@@ -113,7 +112,7 @@ async def test_two_tenants_and_all_others_can_use_one_name(client: Client) -> No
 
 
 async def test_a_tenant_has_as_many_adapters_as_it_may(client: Client) -> None:
-    client.limit(TenantLimits(max_adapters=1))
+    client.close_gate(max_adapters=1)
     assert (await client.load("sql", tenant="acme")).status_code == 200
     refusal = await client.load("law", tenant="acme")
     assert "tenant acme may have 1 adapter" in message(refusal, 409)

@@ -13,11 +13,12 @@ from fastapi.responses import StreamingResponse
 
 from kvroute.features.audio import ROUTES, Audio, audio_routes
 from kvroute.features.audio.recordings import Recording, Recordings
+from kvroute.features.gate import OPEN
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.middleware.access import roles_for
+from kvroute.router.middleware.roles import roles_for
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
 from tests.support.routes import routes as route_list
@@ -58,7 +59,7 @@ class Routes:
         http.state.models, http.state.bodies = models, Bodies(limit_mb=1)
         self.recordings = Recordings(limit_mb=LIMIT_MB)
         http.state.services = RouterServices([self.recordings])
-        http.state.keys = http.state.limits = None
+        http.state.gate = OPEN
         http.include_router(audio_routes.routes)
         http.exception_handler(ApiError)(_refuse)
         self.http = http

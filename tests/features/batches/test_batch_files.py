@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from kvroute.features.batches.files import Files, FileUpload
 from kvroute.features.batches.records import FileRecord
 from kvroute.features.batches.service import BatchService, batch_service
 from kvroute.features.batches.stores.folder import Folder
-from kvroute.keys.keyring import Caller
-from kvroute.keys.limits import TenantLimits
+from kvroute.features.gate import ANYONE, Caller
 from kvroute.local.kept_logs import cluster_id
 from kvroute.router.api.errors import ApiError
 from tests.support.router_parts import fake_base
 
+NO_LIMITS: Mapping[str, int] = {}
 CHAT = "/v1/chat/completions"
 NO_REDIS = "redis://127.0.0.1:1"
 
@@ -47,10 +47,14 @@ async def parts(size: int) -> AsyncIterator[bytes]:
 
 
 async def add(
-    files: Files, size: int = 1, tenant: str = "", limits: TenantLimits | None = None, **more: Any
+    files: Files,
+    size: int = 1,
+    tenant: str = "",
+    limits: Mapping[str, int] = NO_LIMITS,
+    **more: Any,
 ) -> FileRecord:
     upload = FileUpload("name", "batch", ttl_s=more.get("ttl_s"))
-    return await files.add(parts(size), lambda: upload, tenant, limits)
+    return await files.add(parts(size), lambda: upload, Caller(tenant, limits=limits))
 
 
 async def test_a_tenant_sees_only_its_own_files(files: Files) -> None:
@@ -64,15 +68,15 @@ async def test_a_tenant_sees_only_its_own_files(files: Files) -> None:
 @pytest.mark.parametrize(
     ("limits", "sizes", "problem"),
     [
-        (TenantLimits(max_files=2), (1, 1, 1), "max_files"),
-        (TenantLimits(max_files=0), (1,), "max_files"),
-        (TenantLimits(max_file_bytes=10), (6, 5), "max_file_bytes"),
-        (None, (101,), "--max-file-mb"),
-        (None, (100,) * 10, "--files-quota-mb"),
+        ({"max_files": 2}, (1, 1, 1), "max_files"),
+        ({"max_files": 0}, (1,), "max_files"),
+        ({"max_file_bytes": 10}, (6, 5), "max_file_bytes"),
+        ({}, (101,), "--max-file-mb"),
+        ({}, (100,) * 10, "--files-quota-mb"),
     ],
 )
 async def test_limits_hold(
-    files: Files, store: Folder, limits: TenantLimits | None, sizes: tuple[int, ...], problem: str
+    files: Files, store: Folder, limits: Mapping[str, int], sizes: tuple[int, ...], problem: str
 ) -> None:
     for size in sizes[:-1]:
         await add(files, size, "acme", limits)
@@ -82,8 +86,10 @@ async def test_limits_hold(
     assert len(await store.names("files")) == 2 * (len(sizes) - 1)
 
 
-@pytest.mark.parametrize("limits", [TenantLimits(max_files=1), TenantLimits(max_file_bytes=100)])
-async def test_limits_hold_for_uploads_at_the_same_time(files: Files, limits: TenantLimits) -> None:
+@pytest.mark.parametrize("limits", [{"max_files": 1}, {"max_file_bytes": 100}])
+async def test_limits_hold_for_uploads_at_the_same_time(
+    files: Files, limits: Mapping[str, int]
+) -> None:
     may_end = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -91,7 +97,7 @@ async def test_limits_hold_for_uploads_at_the_same_time(files: Files, limits: Te
         await may_end.wait()
 
     upload = FileUpload("name", "batch", ttl_s=None)
-    slow = asyncio.create_task(files.add(slowly(), lambda: upload, "acme", limits))
+    slow = asyncio.create_task(files.add(slowly(), lambda: upload, Caller("acme", limits=limits)))
     await asyncio.sleep(0.05)
     (fast,) = await asyncio.gather(add(files, 60, "acme", limits), return_exceptions=True)
     may_end.set()
@@ -101,15 +107,15 @@ async def test_limits_hold_for_uploads_at_the_same_time(files: Files, limits: Te
 
 
 @pytest.mark.parametrize(
-    ("limits", "problem"), [(TenantLimits(max_file_bytes=800), "max_file_bytes"), (None, "quota")]
+    ("limits", "problem"), [({"max_file_bytes": 800}, "max_file_bytes"), ({}, "quota")]
 )
 async def test_results_count_in_the_limits(
-    files: Files, batches: Batches, store: Folder, limits: TenantLimits | None, problem: str
+    files: Files, batches: Batches, store: Folder, limits: Mapping[str, int], problem: str
 ) -> None:
-    acme = Caller("acme", frozenset({"use"}), "salt")
+    acme = Caller("acme", limits=limits)
     file = await add(files, tenant="acme")
     body = BatchBody(input_file_id=file.id, endpoint=CHAT)
-    batch = await batches.create(body, acme, limits)
+    batch = await batches.create(body, acme)
     await batches.register_results(batch.record, "output")
     state = BatchState(store, batch.id)
     run = await state.claim("router")
@@ -121,7 +127,7 @@ async def test_results_count_in_the_limits(
         with pytest.raises(ApiError, match=problem):
             await add(files, tenant="acme", limits=limits)
         with pytest.raises(ApiError, match=problem):
-            await batches.create(body, acme, limits)
+            await batches.create(body, acme)
     assert await files.used_bytes() == 1001
     await files.delete(await files.get(batch.record.output_file_id, "acme"))
     await add(files, tenant="acme", limits=limits)
@@ -138,7 +144,7 @@ async def test_a_content_without_a_record_is_deleted(files: Files, store: Folder
 
 
 async def test_other_tenants_do_not_use_a_tenants_limit(files: Files) -> None:
-    limits = TenantLimits(max_files=1, max_file_bytes=5)
+    limits = {"max_files": 1, "max_file_bytes": 5}
     await add(files, 5, "acme", limits)
     await add(files, 5, "other", limits)
 
@@ -167,7 +173,7 @@ async def test_a_batch_belongs_to_its_tenant(files: Files, batches: Batches) -> 
     file = await add(files, tenant="acme")
     acme = Caller("acme", frozenset({"use"}), "salt", priority="interactive")
     body = BatchBody(input_file_id=file.id, endpoint=CHAT)
-    batch = await batches.create(body, acme, None)
+    batch = await batches.create(body, acme)
     assert (batch.record.tenant, batch.record.priority) == ("acme", "interactive")
     assert [found.id for found in await batches.listed("acme")] == [batch.id]
     assert await batches.listed("other") == []
@@ -175,30 +181,30 @@ async def test_a_batch_belongs_to_its_tenant(files: Files, batches: Batches) -> 
         with pytest.raises(ApiError, match="No batch found"):
             await refused(batch.id, "other")
     with pytest.raises(ApiError, match="No such File"):
-        await batches.create(body, Caller("other", frozenset({"use"}), "salt"), None)
+        await batches.create(body, Caller("other"))
 
 
 async def test_a_tenant_has_a_limit_of_open_batches(
     files: Files, batches: Batches, store: Folder
 ) -> None:
-    acme, limits = Caller("acme", frozenset({"use"}), "salt"), TenantLimits(max_open_batches=1)
+    acme = Caller("acme", limits={"max_open_batches": 1})
     file = await add(files, tenant="acme")
     body = BatchBody(input_file_id=file.id, endpoint=CHAT)
-    batch = await batches.create(body, acme, limits)
+    batch = await batches.create(body, acme)
     with pytest.raises(ApiError, match="1 batches that have not ended"):
-        await batches.create(body, acme, limits)
+        await batches.create(body, acme)
     state = BatchState(store, batch.id)
     run = await state.claim("router")
     assert run is not None
     await state.finish(run, "cancelled")
-    await batches.create(body, acme, limits)
+    await batches.create(body, acme)
 
 
 async def test_results_cannot_be_deleted_while_their_batch_runs(
     files: Files, batches: Batches, store: Folder
 ) -> None:
     file = await add(files)
-    batch = await batches.create(BatchBody(input_file_id=file.id, endpoint=CHAT), None, None)
+    batch = await batches.create(BatchBody(input_file_id=file.id, endpoint=CHAT), ANYONE)
     await batches.register_results(batch.record, "output")
     state = BatchState(store, batch.id)
     run = await state.claim("router")
@@ -218,7 +224,7 @@ async def test_a_file_that_is_described_wrongly_is_not_kept(files: Files, store:
         raise ApiError(400, "no purpose")
 
     with pytest.raises(ApiError, match="no purpose"):
-        await files.add(parts(5), refuse, "", None)
+        await files.add(parts(5), refuse, ANYONE)
     assert await store.names("files") == []
 
 
@@ -227,7 +233,7 @@ async def test_batches_without_results_are_forgotten_after_a_long_time(
 ) -> None:
     file = await add(files)
     created = [
-        await batches.create(BatchBody(input_file_id=file.id, endpoint=CHAT), None, None)
+        await batches.create(BatchBody(input_file_id=file.id, endpoint=CHAT), ANYONE)
         for _ in range(3)
     ]
     for batch in created[:2]:
@@ -253,7 +259,7 @@ async def test_the_oldest_ended_batches_of_the_largest_tenant_are_deleted_if_the
         body = BatchBody(input_file_id=file.id, endpoint=CHAT)
         for number in range(count):
             monkeypatch.setattr(time, "time", lambda now=1e9 + number: now)
-            batch = await batches.create(body, caller, None)
+            batch = await batches.create(body, caller)
             ids.setdefault(tenant, []).append(batch.id)
             if number == 0:
                 await batches.register_results(batch.record, "output")
@@ -272,7 +278,7 @@ async def test_a_batch_has_a_window(
 ) -> None:
     file = await add(files)
     body = BatchBody(input_file_id=file.id, endpoint=CHAT, completion_window=window)
-    found = as_object(await batches.create(body, None, None))
+    found = as_object(await batches.create(body, ANYONE))
     assert found["expires_at"] - found["created_at"] == seconds
     assert abs(found["created_at"] - time.time()) < 100
     assert found["status"] == "validating"
@@ -286,7 +292,7 @@ async def test_each_cluster_of_a_machine_sees_its_own_files_also_after_a_restart
 
     def files_at(port: int) -> Files:
         cluster = cluster_id("host", port)
-        service = batch_service(fake_base(cluster=cluster), None)
+        service = batch_service(fake_base(cluster=cluster))
         assert isinstance(service, BatchService)
         return service.files
 
@@ -300,13 +306,13 @@ async def test_the_number_of_open_batches_of_the_cluster_is_limited(
 ) -> None:
     monkeypatch.setattr(batches_module, "MAX_OPEN", 2)
     body = BatchBody(input_file_id=(await add(files)).id, endpoint=CHAT)
-    first = await batches.create(body, None, None)
-    await batches.create(body, None, None)
+    first = await batches.create(body, ANYONE)
+    await batches.create(body, ANYONE)
     with pytest.raises(ApiError, match="the cluster has 2 batches") as refused:
-        await batches.create(body, None, None)
+        await batches.create(body, ANYONE)
     assert refused.value.status == 429
     await batches.cancel(first.id, "")
-    await batches.create(body, None, None)
+    await batches.create(body, ANYONE)
 
 
 async def test_a_list_reads_only_what_may_have_changed(
@@ -314,7 +320,7 @@ async def test_a_list_reads_only_what_may_have_changed(
 ) -> None:
     body = BatchBody(input_file_id=(await add(files)).id, endpoint=CHAT)
     for _ in range(3):
-        await batches.create(body, None, None)
+        await batches.create(body, ANYONE)
     reads = []
 
     async def read(name: str) -> bytes:
@@ -333,10 +339,10 @@ async def test_the_number_of_files_of_the_cluster_is_limited(
     """Files of 0 bytes would have no other limit."""
     monkeypatch.setattr(files_module, "MAX_FILES", 3)
     first = await add(files, 0)
-    await files.check_room("", None)  # the results of a batch are two files
+    await files.check_room(ANYONE)  # the results of a batch are two files
     await add(files, 0, "acme")
     with pytest.raises(ApiError, match="more than 3"):
-        await files.check_room("", None)
+        await files.check_room(ANYONE)
     await add(files, 0)
     with pytest.raises(ApiError, match="more than 3") as refused:
         await add(files, 0)

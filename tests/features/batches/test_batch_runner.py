@@ -18,6 +18,7 @@ from kvroute.features.batches.batches import BatchBody, Batches
 from kvroute.features.batches.files import Files, FileUpload
 from kvroute.features.batches.runner import BatchRunner
 from kvroute.features.batches.stores.folder import Folder
+from kvroute.features.gate import ANYONE
 
 CHAT = "/v1/chat/completions"
 LINE = {"custom_id": "1", "url": CHAT, "body": {"model": "m", "messages": []}}
@@ -58,9 +59,9 @@ class Cluster:
             yield json.dumps(LINE).encode()
 
         upload = FileUpload("in.jsonl", "batch", ttl_s=30 * 86_400)
-        file = await self.files.add(content(), lambda: upload, "", None)
+        file = await self.files.add(content(), lambda: upload, ANYONE)
         body = BatchBody(input_file_id=file.id, endpoint=CHAT, completion_window=window)
-        return (await self.batches.create(body, None, None)).id
+        return (await self.batches.create(body, ANYONE)).id
 
     async def status(self, id_: str) -> str:
         return (await self.batches.get(id_, "")).status

@@ -11,14 +11,13 @@ from fastapi import FastAPI, Response
 from kvroute.features import batches
 from kvroute.features.batches import file_routes
 from kvroute.features.batches.service import batch_service
+from kvroute.features.gate import Caller
 from kvroute.features.router_service import RouterServices
-from kvroute.keys.key_file import new_file
-from kvroute.keys.keyring import Caller, Keyring
-from kvroute.keys.limits import TenantLimits
-from kvroute.router.admission.limits import Limits
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.middleware.access import Access, roles_for
+from kvroute.router.middleware.entrance import Entrance
 from kvroute.router.middleware.in_process import client_for
+from kvroute.router.middleware.roles import roles_for
+from tests.support.gates import ClosedGate
 from tests.support.router_parts import fake_base
 from tests.support.routes import routes
 from tests.support.waiting import until
@@ -35,11 +34,10 @@ async def test_an_upload_counts_while_it_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    service = batch_service(fake_base(), None)
-    limits = Limits(lambda tenant: TenantLimits(max_requests=1))
+    service, gate = batch_service(fake_base()), ClosedGate()
     assert service is not None
     http, may_end = FastAPI(), asyncio.Event()
-    http.state.services, http.state.limits = RouterServices([service]), limits
+    http.state.services, http.state.gate = RouterServices([service]), gate
     http.state.models = None
     http.include_router(file_routes.routes)
 
@@ -47,16 +45,16 @@ async def test_an_upload_counts_while_it_arrives(
         return response(error, path=request.url.path)
 
     http.exception_handler(ApiError)(refuse)
-    http.add_middleware(Access, keys=lambda: Keyring(new_file()), refused=lambda _: None)
+    http.add_middleware(Entrance, gate=gate, refused=lambda _: None)
 
     async def half() -> AsyncIterator[bytes]:
         yield b"--x\r\n"
         await may_end.wait()
 
-    client = client_for(http, Caller("acme", frozenset(), "salt"))
+    client = client_for(http, Caller("acme"))
     headers = {"content-type": "multipart/form-data; boundary=x"}
     task = asyncio.create_task(client.post("/v1/files", content=half(), headers=headers))
-    await until(lambda: limits.in_flight("acme")[0] == 1)
+    await until(lambda: len(gate.entries) == 1)
     may_end.set()
     assert (await task).status_code == 400  # the form has no file
-    assert limits.in_flight("acme")[0] == 0
+    assert gate.entries == []

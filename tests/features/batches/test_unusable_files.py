@@ -15,7 +15,7 @@ from tests.support.router_parts import fake_base
 def test_the_api_says_which_folder_cannot_be_used_and_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     options = {"files_dir": str(tmp_path / "file/files")}
-    service = batch_service(fake_base(features={"batches": options}), None)
+    service = batch_service(fake_base(features={"batches": options}))
     assert isinstance(service, Unusable)
     facts = asyncio.run(service.facts())
     assert not facts["is_default"]

@@ -14,12 +14,12 @@ from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.own_names import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
+from kvroute.features.gate import Caller
 from kvroute.features.prefixes.catalogue import Catalogue
 from kvroute.features.prefixes.composer import PrefixComposer
 from kvroute.features.prefixes.declaration import MAX_TTL_S, PrefixDeclaration
 from kvroute.features.prefixes.declarations import Declarations
 from kvroute.features.prefixes.prefix_store import Prefixes
-from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
 from kvroute.router.placement.fleet import Fleet
@@ -320,7 +320,7 @@ def test_a_bad_declaration_is_refused_by_the_name_of_its_field(
 
 
 async def declare_as(
-    declarations: Declarations, caller: Caller | None, name: str, text: str, **more: object
+    declarations: Declarations, caller: Caller, name: str, text: str, **more: object
 ) -> None:
     wanted = declaration(id=name, prompt=text, pinned=False, **more)
     await declarations.declare(wanted, caller, max_model_len=CONTEXT)

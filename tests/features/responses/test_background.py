@@ -18,6 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.gate import Caller
 from kvroute.features.responses.background import (
     background_answers,
     background_responses,
@@ -27,7 +28,6 @@ from kvroute.features.responses.background.background_responses import Backgroun
 from kvroute.features.responses.background.events import Events, after
 from kvroute.features.responses.stores.background_store import BackgroundStore, Record
 from kvroute.features.responses.stores.leased_values import key, owner
-from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.store.keys import key_prefix

@@ -5,7 +5,7 @@ import pytest
 from kvroute.features.responses import StoredResponses
 from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.middleware.access import roles_for
+from kvroute.router.middleware.roles import roles_for
 from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_base, fake_parts
 from tests.support.routes import routes
 
@@ -28,7 +28,7 @@ def test_only_calls_of_responses_are_extended_and_run_if_responses_are_stored() 
     prompts = builtin_prompts()
     assert list(fake_parts(prompts).extending) == [RESPONSES]
     prompts.close()
-    assert StoredResponses().service(fake_base(), None) is None
-    service = StoredResponses().service(fake_base(features=FEATURES_ON), None)
+    assert StoredResponses().service(fake_base()) is None
+    service = StoredResponses().service(fake_base(features=FEATURES_ON))
     assert service is not None
     assert service.name == StoredResponses.name

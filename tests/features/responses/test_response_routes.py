@@ -12,22 +12,22 @@ from redis.asyncio import Redis
 from starlette.responses import Response
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.gate import Caller
 from kvroute.features.responses.continuing import Conversations
 from kvroute.features.responses.response_routes import routes
 from kvroute.features.responses.stores.response_store import Responses
 from kvroute.features.router_service import RouterServices
-from kvroute.keys.key_file import new_file, new_key
-from kvroute.keys.keyring import Keyring
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.ingress import _refuse
-from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.entrance import Entrance
 from kvroute.store.connection import connect
 from tests.features.responses.stored_conversations import (
     finished,
     models_with,
     stored_conversations,
 )
+from tests.support.gates import ClosedGate
 
 MB = 1 << 20
 
@@ -40,7 +40,7 @@ def conversations(client: Redis, model: str) -> Conversations:
 
 
 def application(
-    each: Sequence[Conversations | None], keyring: Keyring | None = None
+    each: Sequence[Conversations | None], gate: ClosedGate | None = None
 ) -> httpx.AsyncClient:
     """A client of a router's routes. each: one for each of its models."""
     http: Any = FastAPI()
@@ -48,8 +48,8 @@ def application(
     http.state.models = models_with(*each)
     http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
-    if keyring is not None:
-        http.add_middleware(Access, keys=lambda: keyring, refused=lambda error: None)
+    if gate is not None:
+        http.add_middleware(Entrance, gate=gate, refused=lambda error: None)
     return httpx.AsyncClient(transport=httpx.ASGITransport(http), base_url="http://router")
 
 
@@ -87,23 +87,22 @@ async def test_a_salted_one_is_found_with_its_salt(empty_redis: Redis) -> None:
 
 
 async def test_one_of_a_tenant_is_found_with_its_key_only(empty_redis: Redis) -> None:
-    keys, entries = zip(*(new_key(tenant, ["use"], "") for tenant in "ab"), strict=True)
-    keyring = Keyring(replace(new_file(), keys=entries))
+    a, b = (Caller(tenant, salt=f"salt of {tenant}", secret=f"of {tenant}") for tenant in "ab")
     model = conversations(empty_redis, "m")
     call = parse_call(RESPONSES, b'{"input": "Hi", "cache_salt": "own"}')
-    call = replace(call, caller=keyring.caller(keys[0]))
+    call = replace(call, caller=a)
     given = Response(b'{"id": "resp_1", "output": [], "previous_response_id": null}')
     await finished(await model.expand(call), given)
-    async with application([model], keyring) as client:
+    async with application([model], ClosedGate(a, b)) as client:
         for salt in ("own", "", f"{call.cache_salt}", call.cache_salt.partition(".")[0]):
-            for key in (keys[1], *(keys[:1] if salt != "own" else ())):
+            for key in ("b", *("a" if salt != "own" else ())):
                 headers, query = {"x-api-key": key}, {"cache_salt": salt}
                 for verb, path in (("GET", ""), ("GET", "/input_items"), ("DELETE", "")):
                     found = await client.request(
                         verb, f"/v1/responses/resp_1{path}", params=query, headers=headers
                     )
                     assert found.status_code == 404
-        headers, query = {"x-api-key": keys[0]}, {"cache_salt": "own"}
+        headers, query = {"x-api-key": "a"}, {"cache_salt": "own"}
         found = await client.get("/v1/responses/resp_1", params=query, headers=headers)
         assert found.status_code == 200
 

@@ -3,12 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import msgspec
 import numpy as np
 import pytest
 from fastapi import FastAPI
@@ -16,21 +14,21 @@ from fastapi import FastAPI
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint, SessionTurn
+from kvroute.features.gate import OPEN, Caller, Gate
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.sessions import SessionEnds, router_sessions
 from kvroute.features.sessions.replica_sessions import ReplicaSessions
 from kvroute.features.sessions.router_sessions import EndedSessions, report_end
-from kvroute.keys.key_file import new_file, new_key
-from kvroute.keys.keyring import Keyring
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import session_number
 from kvroute.router.ingress import _refuse
-from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.entrance import Entrance
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
 from kvroute.router.sessions.returns import ENDED, NO_HINTS, Retention, Returns, SessionHints
 from tests.support.answers import completion
+from tests.support.gates import ClosedGate
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of
 
@@ -150,18 +148,17 @@ def test_tokens_of_a_turn_after_the_end_are_evicted_because_it_ended() -> None:
 class Application:
     """Return a client for the route of a router with two models."""
 
-    def __init__(self, keyring: Keyring | None = None) -> None:
+    def __init__(self, gate: Gate = OPEN) -> None:
         self.ended: dict[str, list[int]] = {"m": [], "n": []}
         models = object.__new__(Models)
         models.all = [self._model(name) for name in self.ended]
         models._started = 0
         http: Any = FastAPI()
-        http.state.models, http.state.limits = models, None
+        http.state.models, http.state.gate = models, gate
         for routes in SessionEnds().routes():
             http.include_router(routes)
         http.exception_handler(ApiError)(_refuse)
-        if keyring is not None:
-            http.add_middleware(Access, keys=lambda: keyring, refused=lambda error: None)
+        http.add_middleware(Entrance, gate=gate, refused=lambda error: None)
         transport = httpx.ASGITransport(http)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://router")
 
@@ -210,17 +207,11 @@ async def test_an_invalid_session_id_is_refused(path: str, status: int) -> None:
 
 
 async def test_a_key_ends_sessions_of_its_tenant_only() -> None:
-    keys, keyring = keys_of("a", "b")
-    application = Application(keyring)
-    for key in keys:
-        headers = {"x-api-key": key}
+    callers = [Caller(tenant, salt=f"salt of {tenant}") for tenant in "ab"]
+    application = Application(ClosedGate(*callers))
+    for caller in callers:
+        headers = {"x-api-key": caller.tenant}
         await application.client.delete("/v1/sessions/x", headers=headers)
-    callers = [keyring.caller(key) for key in keys]
-    expected = [session_number(caller.salt, "x") for caller in callers if caller]
+    expected = [session_number(caller.salt, "x") for caller in callers]
     assert application.ended["m"] == expected
     assert len(set(expected)) == 2
-
-
-def keys_of(*tenants: str) -> tuple[Sequence[str], Keyring]:
-    keys, entries = zip(*(new_key(tenant, ["use"], "") for tenant in tenants), strict=True)
-    return keys, Keyring(msgspec.structs.replace(new_file(), keys=entries))

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.gate import OPEN, Caller, Gate
 from kvroute.features.responses.background.background_run import BackgroundRun
 from kvroute.features.responses.background.events import after
 from kvroute.features.responses.background.shared_reads import SharedReads
@@ -27,8 +28,6 @@ from kvroute.features.responses.stores.background_store import (
 )
 from kvroute.features.responses.stores.leased_values import TooLongError, key, owner
 from kvroute.features.router_service import RouterService
-from kvroute.keys.keyring import Caller, tenant_of
-from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, needing_redis
@@ -60,18 +59,16 @@ class BackgroundResponses(RouterService):
     Args:
         router_id: the id of this router.
         store: the responses in Redis. A request that no replica takes in its `ttl_s` fails.
-        keys: the API keys; None: there are none.
+        gate: tells who may still send requests.
     """
 
     name = "responses"
 
-    def __init__(
-        self, router_id: str, store: BackgroundStore, keys: WatchedKeys | None = None
-    ) -> None:
+    def __init__(self, router_id: str, store: BackgroundStore, gate: Gate = OPEN) -> None:
         self.ended = Counter[str](dict.fromkeys(get_args(Status)[2:], 0))  # by their last status
         self._router_id = router_id
         self.store = store
-        self._keys = keys
+        self._gate = gate
         self._runs: dict[bytes, tuple[BackgroundRun, asyncio.Task[None]]] = {}
         # Responses of other routers: KEY -> their state, and when this router has first seen it.
         self._seen: dict[bytes, tuple[Head, float]] = {}
@@ -118,7 +115,7 @@ class BackgroundResponses(RouterService):
         Raises:
             ApiError: too many responses have not ended, or Redis cannot be used.
         """
-        tenant = tenant_of(call.caller)
+        tenant = call.caller.tenant
         with needing_redis():
             tenants = list((await self.store.open()).values())
         if len(tenants) >= MAX_OPEN or (tenant and tenants.count(tenant) >= MAX_OPEN_OF_TENANT):
@@ -133,7 +130,7 @@ class BackgroundResponses(RouterService):
         body = BackgroundBody(
             id_,
             tenant,
-            call.caller.priority if call.caller else "default",
+            call.caller.priority,
             _kept(headers),
             created_at,
             msgspec.Raw(call.raw),
@@ -285,21 +282,17 @@ class BackgroundResponses(RouterService):
             self.ended[status] += 1
 
     def caller(self, body: BackgroundBody) -> Caller | None:
-        """Return the tenant for which a request counts; None: there is none."""
-        return self._keys.keyring().tenant(body.tenant, body.priority) if self._keys else None
-
-    def may_run(self, body: BackgroundBody) -> bool:
-        """Return whether the tenant of a request still has a key, if there are keys."""
-        return self._keys is None or self.caller(body) is not None
+        """Return the sender of a request; None: its tenant may send no requests any more."""
+        return self._gate.sender(body.tenant, body.priority)
 
 
-def background_responses(base: RouterBase, keys: WatchedKeys | None) -> BackgroundResponses | None:
+def background_responses(base: RouterBase) -> BackgroundResponses | None:
     """Return the service of a router; None if the cluster does not store responses."""
     options = base.settings.of(BackgroundResponses.name, ResponseOptions)
     if not options.response_store_mb:
         return None
     store = BackgroundStore.opened(base, options, connect(base.settings.redis_url))
-    return BackgroundResponses(base.router_id, store, keys)
+    return BackgroundResponses(base.router_id, store, base.gate)
 
 
 def _there(found: T | None) -> T:

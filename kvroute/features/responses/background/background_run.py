@@ -99,13 +99,13 @@ class BackgroundRun:
         service, body = self._service, self._body
         request = {**members(body.request), "stream": True, "request_id": body.id}
         pause_s = AGAIN_S
-        while service.may_run(body):
+        while (caller := service.caller(body)) is not None:
             self._refusal = b""
             await ask(
                 service.application,
                 encode(request),
                 headers=body.headers,
-                caller=service.caller(body),
+                caller=caller,
                 started=self._started,
                 received=self._received,
             )

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from kvroute.keys.keyring import Caller
+from kvroute.features.gate import Caller
 from kvroute.process.asgi import post_scope
 from kvroute.router.api.calls import RESPONSES
-from kvroute.router.middleware.access import INTERNAL_CALLER
+from kvroute.router.middleware.entrance import INTERNAL_CALLER
 
 # Key in the ASGI scope of requests whose answer is kept as that of a background response.
 IS_BACKGROUND = "kvroute.background"
@@ -31,7 +31,7 @@ async def ask(
     Args:
         body: a JSON object.
         headers: more headers of the request.
-        caller: the tenant for which the request counts; None: the cluster has no API keys.
+        caller: the sender of the request; None: unknown, so that a closed gate refuses it.
         started: called with the status and the headers of the response.
         received: called with each part of the response's body.
     """

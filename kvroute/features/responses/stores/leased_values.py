@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 import redis.asyncio as redis
 
 from kvroute.contract.unreadable import Unreadable, UnreadableError
+from kvroute.features.gate import Caller
 from kvroute.features.responses.response_options import ResponseOptions
 from kvroute.features.responses.stores.leased_scripts import DELETE, GET, PUT
-from kvroute.keys.keyring import Caller
 from kvroute.store.connection import ModelStore
 
 if TYPE_CHECKING:
@@ -131,10 +131,10 @@ class LeasedStore(ModelStore):
             return await script(keys=self._keys, args=args)
 
 
-def owner(caller: Caller | None, cache_salt: str | None) -> str:
+def owner(caller: Caller, cache_salt: str | None) -> str:
     """Return the salt of what a caller stores with this `cache_salt`, and may read."""
     salt = cache_salt or ""
-    return salt if caller is None else f"{caller.secret}.{salt}"
+    return f"{caller.secret}.{salt}" if caller.tenant else salt
 
 
 def key(id_: str, salt: str) -> bytes:

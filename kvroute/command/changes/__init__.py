@@ -1,1 +1,0 @@
-"""The commands that change what a running cluster serves, and to whom."""

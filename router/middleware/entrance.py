@@ -1,0 +1,113 @@
+"""Asks the gate for the caller of each request, before the body is read, and whether it may begin.
+
+Without a feature that closes the gate, all requests are those of the caller ANYONE.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvroute.features import FEATURES
+from kvroute.features.gate import ANYONE, OPEN, UNCOUNTED, UNGUARDED, Caller, Entry, Gate
+from kvroute.router.api.errors import FINAL, ApiError, response
+from kvroute.router.middleware.roles import roles_for
+from kvroute.settings.help import SettingsError
+from kvroute.settings.router import RouterSettings
+
+# Key in the ASGI scope of requests that this process sends to itself: their caller.
+INTERNAL_CALLER = "kvroute.caller"
+
+AT_OPEN_GATE = nullcontext(UNCOUNTED)
+NOT_COMPUTED = (429, 503)  # statuses of requests for which nothing was computed
+
+
+def gate_of(settings: RouterSettings) -> Gate:
+    """Return the gate that a feature closes, or else an open one. This waits for the disk.
+
+    Raises:
+        SettingsError: --api-keys is set, and no feature closes the gate.
+    """
+    gates = (feature.gate(settings) for feature in FEATURES)
+    gate = next((gate for gate in gates if gate is not None), OPEN)
+    if gate.is_open and settings.api_keys is not None:
+        raise SettingsError(UNGUARDED)
+    return gate
+
+
+class Entrance:
+    """ASGI middleware that rejects requests whose caller the gate does not let in.
+
+    Args:
+        refused: called with each error.
+    """
+
+    def __init__(self, app: ASGIApp, *, gate: Gate, refused: Callable[[ApiError], None]) -> None:
+        self._app = app
+        self._gate = gate
+        self._refused = refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                scope.setdefault("state", {})["caller"] = await self._caller(scope)
+            except ApiError as error:
+                self._refused(error)
+                await response(error, path=scope["path"])(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    async def _caller(self, scope: Scope) -> Caller:
+        """Return the caller of a request, which for some routes is anyone."""
+        if caller := scope.get(INTERNAL_CALLER):  # only this process itself can set it
+            assert isinstance(caller, Caller)
+            return caller
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        roles = roles_for(scope["method"], path)
+        return await self._gate.caller(scope, roles) if roles else ANYONE
+
+
+def caller_of(request: Request) -> Caller:
+    """Return the caller of a request."""
+    caller: Caller = getattr(request.state, "caller", ANYONE)
+    return caller
+
+
+def entered(request: Request) -> AbstractContextManager[Entry]:
+    """Return a context that lasts until the request has ended.
+
+    If the request was rejected, what it was charged is refunded. If its client has disconnected,
+    the charge stays, since a replica may have computed the tokens. The context raises ApiError if
+    the request may not begin now.
+    """
+    gate: Gate = request.app.state.gate
+    return AT_OPEN_GATE if gate.is_open else _entered(gate, request)
+
+
+@contextmanager
+def _entered(gate: Gate, request: Request) -> Iterator[Entry]:
+    with counting_refusals(request):
+        entry = gate.enter(caller_of(request), time.monotonic())
+    try:
+        yield entry
+    except ApiError as error:
+        if error.status in NOT_COMPUTED and error.code not in FINAL:
+            entry.refund(time.monotonic())
+        raise
+    finally:
+        entry.leave()
+
+
+@contextmanager
+def counting_refusals(request: Request) -> Iterator[None]:
+    """Count an error that is raised in the block as a rejected request.
+
+    An error that is raised before the request's model is known counts for the first model.
+    """
+    try:
+        yield
+    except Exception as error:
+        getattr(request.state, "model", request.app.state.models.first).telemetry.refused(error)
+        raise
