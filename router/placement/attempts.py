@@ -266,6 +266,9 @@ class Attempt:
             self._infer(self.placement.chain)
         for over in self.features.over:
             over(self)
+        if self.context.retention and self.context.retention.turn.is_last:
+            for last_over in self.features.last_over:
+                last_over(self)
         self._learn_answer()
         self.observer.ended(self)
 

@@ -338,8 +338,6 @@ class Fleet:
         attempt.terms = candidate.terms
         attempt.boundaries = self.replicas.layouts.get(replica_id)
         attempt.context = context or attempt.context
-        if retention and retention.turn.is_last:
-            attempt.on_end = (*attempt.on_end, *self.features.last_over)
         self.observer.sent(attempt)
         return attempt
 
