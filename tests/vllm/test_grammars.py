@@ -94,6 +94,14 @@ def test_a_grammar_that_is_none_is_refused_with_the_reason(cluster: Cluster) -> 
     assert "Invalid grammar" in refused.json()["error"]["message"]
 
 
+def test_a_choice_for_which_the_model_has_no_token_is_the_clients_error(cluster: Cluster) -> None:
+    """The built-in model's tokenizer has no byte 6. vLLM's own server fails in the middle."""
+    body = HELLO | {"structured_outputs": {"choice": ["0\x06"]}}
+    refused = httpx.post(cluster.url + URL, json=body, timeout=60)
+    assert refused.status_code == 400
+    assert "no token for the next character" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("wrong", [[], "json", 1])
 def test_a_field_of_a_wrong_type_is_the_clients_error(cluster: Cluster, wrong: object) -> None:
     """vLLM's own server answers that it has failed."""

@@ -38,6 +38,12 @@ STEP_S = 0.025
 # xgrammar for the first schema, and guidance for the second one.
 PRELOADED_SCHEMAS = ({"type": "integer"}, {"type": "integer", "multipleOf": 2})
 
+NO_ANSWER = "no answer can match the grammar; for example, one of its rules may never end"
+NO_NEXT_TOKEN = (
+    "an answer that matches the grammar cannot go on after its first tokens, because the model has "
+    "no token for the next character; leave out control characters"
+)
+
 KILLED = {  # signal that ended a grammar's process -> the limit that the grammar exceeded
     signal.SIGPROF: "cpu",
     signal.SIGALRM: "wall",
@@ -216,7 +222,8 @@ class Compiler:
 
         Raises:
             SlowStepError: A mask takes too long.
-            ValueError: The grammar allows no answer. The engine would fail with this grammar.
+            ValueError: The grammar allows no answer, or an answer cannot go on. The engine would
+                fail with this grammar.
         """
         backend = self._manager.backend
         assert backend is not None
@@ -226,10 +233,8 @@ class Compiler:
             grammar.fill_bitmask(mask, 0)
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
             allowed = bits.nonzero()[0]
-            if step == 0 and not len(allowed):
-                raise ValueError(
-                    "no answer can match the grammar; for example, one of its rules may never end"
-                )
+            if not len(allowed) and not grammar.is_terminated():
+                raise ValueError(NO_ANSWER if step == 0 else NO_NEXT_TOKEN)
             if len(allowed) and not grammar.is_terminated():
                 token = int(allowed[len(allowed) * step // TRIED_STEPS])
                 grammar.accept_tokens("grammar", [token])
