@@ -17,6 +17,7 @@ class Replacement(NamedTuple):
     name: str
     by: str  # in this package
     why: str
+    is_new: bool = False  # whether the oldest supported vLLM does not have the name
 
 
 # For all processes of an engine, when vLLM imports kvroute's scheduler there.
@@ -76,6 +77,7 @@ IN_APPLICATION = (
         "vllm.entrypoints.openai.responses.streaming_events._to_stream_logprobs",
         "http.whole_response.with_bytes",
         "Clients with strict types need the bytes of tokens, which vLLM leaves out.",
+        is_new=True,
     ),
     *(
         Replacement(
@@ -157,12 +159,14 @@ OF_OBJECTS = (
 
 def apply(replacements: Iterable[Replacement]) -> None:
     """Replace these names of vLLM in this process. A second call changes nothing."""
-    for name, by, _ in replacements:
+    for name, by, _, is_new in replacements:
         place, _, last = name.rpartition(".")
         owner, ours = resolve_name(place), resolve_name(f"{__package__}.{by}")
         if last.endswith("]"):
             mapping, _, key = last.removesuffix("]").partition("[")
             getattr(owner, mapping)[key] = ours
+            continue
+        if is_new and not hasattr(owner, last):
             continue
         is_bound = isinstance(inspect.getattr_static(owner, last), staticmethod | classmethod)
         setattr(owner, last, staticmethod(ours) if is_bound else ours)
