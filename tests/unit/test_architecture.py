@@ -1,4 +1,4 @@
-"""The paths and names in ARCHITECTURE.md exist."""
+"""The paths and names in ARCHITECTURE.md and in the pages about the design exist."""
 
 import re
 from collections.abc import Iterator
@@ -9,17 +9,18 @@ import pytest
 from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
 from tests.support.repository import LINKED, ROOT, product_modules
 
-TEXT = (ROOT / "ARCHITECTURE.md").read_text()
+CORE = (ROOT / "ARCHITECTURE.md").read_text()
+MAX_WORDS = 3500  # of the core's page
+PAGES = ("glossary", "packages", "parts")
+TEXT = "\n".join([CORE, *((ROOT / "docs/design" / f"{page}.md").read_text() for page in PAGES)])
 
 FOLDERS = ("kvroute", "router", "replica", "dashboards", "deploy", "docs", "tests")
 FILES = [*ROOT.iterdir(), *chain.from_iterable((ROOT / name).rglob("*") for name in FOLDERS)]
 PATHS = [f"/{file.relative_to(ROOT)}" for file in FILES]
 SOURCES = "".join(file.read_text() for file in product_modules())
 
-# The text without diagrams, and without the decisions: these may name what no longer exists.
-PROSE = re.sub(
-    r"^```.*?^```$", "", TEXT.partition("\n## Decisions")[0], flags=re.MULTILINE | re.DOTALL
-)
+# The text without diagrams.
+PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 QUOTED = sorted({" ".join(quote.split()) for quote in re.findall(r"`([^`]+)`", PROSE)})
 QUOTED_PATHS = [text for text in QUOTED if re.fullmatch(r"[\w./-]+(/|/\w+|\.(py|yaml|md))", text)]
 QUOTED_NAMES = [text for text in QUOTED if re.fullmatch(r"-{0,2}\w[\w.-]*", text)]
@@ -36,6 +37,10 @@ def _packages() -> Iterator[str]:
     for path in re.findall(rf"^\| `((?:{names})\S*)` \|", TEXT, flags=re.MULTILINE):
         name = path.removesuffix(".py").replace("/", ".")
         yield f"kvroute.{name}" if name.startswith(LINKED) else name
+
+
+def test_the_page_about_the_core_is_short() -> None:
+    assert len(CORE.split()) <= MAX_WORDS
 
 
 def test_every_path_exists() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from kvroute.features import FEATURES
 from tests.support.repository import LINKED, ROOT, product_modules
 
-# The packages and single modules of kvroute, from the lowest to the highest, as in ARCHITECTURE.md.
+# The packages and single modules of kvroute, from the lowest to the highest, as in the table of
+# docs/design/packages.md.
 ORDER = (
     "kvroute.wording",
     "kvroute.blocks",
