@@ -9,18 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli import app
+from tests.support.wrong_values import ENV, URL, answered, errors
 
 KEY = "KVROUTE_API_KEY"
-URL = "http://127.0.0.1:8000"
-ENV = {"COLUMNS": "300", "KVROUTE_URL": URL}
-
-
-def errors(*command: str, **env: str) -> str:
-    """Return what a command prints that must fail without a traceback."""
-    failed = CliRunner().invoke(app, [*command], env=ENV | env)
-    assert isinstance(failed.exception, SystemExit), failed.exception
-    assert failed.exit_code in (1, 2)
-    return failed.output
 
 
 @pytest.mark.parametrize(
@@ -31,7 +22,6 @@ def errors(*command: str, **env: str) -> str:
         (["replay", "--example", "--policy", ""], "--policy names ''; expected all or some"),
         (["replay", "/no/file"], "TRACE is '/no/file', which cannot be read (No such file"),
         (["scale", "abc"], "REPLICAS is 'abc'; expected a valid integer"),
-        (["tenants", "--format", "xml"], "--format is 'xml'; expected one of 'table', 'json'"),
         (["serve", "--engine", "nope"], "--engine is 'nope'; expected one of 'vllm', 'simulated'"),
         (["serve", "--engine-args", "{bad"], "--engine-args is '{bad'; expected JSON"),
         (["serve", "--attach", "a b", "--attach", "c"], "--attach is 'a b', 'c'; expected http"),
@@ -40,7 +30,6 @@ def errors(*command: str, **env: str) -> str:
         (["status", "--url", "http://"], "(or the variable KVROUTE_URL) is 'http://'; expected"),
         (["status", "--url", "a:99999"], "(or the variable KVROUTE_URL) is 'a:99999'; expected"),
         (["batch", "run", "a", "-o", ""], "--output is '.'; expected the path of a file"),
-        (["keys", "list", "--file", "/no/file"], "kvroute keys add makes a file"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_option_and_what_is_expected(
@@ -54,42 +43,6 @@ def test_options_for_a_batchs_own_cluster_need_closed_quotes(tmp_path: Path) -> 
     file.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}')
     command = ("batch", "run", str(file), "-o", str(tmp_path / "out"), "--serve", "--port '")
     assert "which is not a list of options (No closing quotation)" in errors(*command)
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [("0", " of at least 1"), ("9" * 20, " of at most 281474976710656"), ("-1", ", or none")],
-)
-def test_a_limit_of_a_tenant_has_a_range(tmp_path: Path, value: str, message: str) -> None:
-    file = str(tmp_path / "keys")
-    CliRunner().invoke(app, ["keys", "add", "--tenant", "acme", "--file", file])
-    shown = errors("keys", "limit", "acme", "--file", file, "--max-requests", value)
-    assert f"--max-requests is '{value}'; expected a whole number{message}" in shown
-
-
-def answered(monkeypatch: pytest.MonkeyPatch, status: int, content: bytes) -> None:
-    """Let all requests of commands have this response."""
-
-    def request(method: str, url: str, **_: Any) -> httpx.Response:
-        return httpx.Response(status, content=content, request=httpx.Request(method, url))
-
-    monkeypatch.setattr("kvroute.client.httpx.request", request)
-
-
-@pytest.mark.parametrize(
-    ("command", "field", "said", "shown"),
-    [
-        ("tenants", "since", 'since is "x"; expected', '--since is "x"; expected'),
-        ("tenants", "since", "since is A and until is B;", "--since is A and --until is B;"),
-        ("tenants", "x", "what is since is unknown", "what is since is unknown"),
-    ],
-)
-def test_an_error_of_the_cluster_names_the_commands_option(
-    monkeypatch: pytest.MonkeyPatch, command: str, field: str, said: str, shown: str
-) -> None:
-    error = {"error": {"message": said, "param": field, "code": "invalid_value"}}
-    answered(monkeypatch, 400, json.dumps(error).encode())
-    assert errors(*command.split()).startswith(shown)
 
 
 @pytest.mark.parametrize(
