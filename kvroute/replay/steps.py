@@ -15,7 +15,7 @@ from kvroute.replica.modelled.table_pool import SequenceTable, TablePool
 class ReplayTable(SequenceTable):
     """The blocks of a request."""
 
-    tokens: int  # of the prompt, and of the answer when the latest decision about it was made
+    tokens: int  # number of tokens of prompt and answer at the latest decision about the request
     hashes: list[Fingerprint]
     blocks: list[int] = field(default_factory=list)
     cached: int = 0

@@ -49,7 +49,7 @@ def _model(config: Mapping[str, Any], whole: Mapping[str, Any]) -> Model:
         attention = hidden * (2 * width + int(rank))
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
     experts = experts or int(config.get("n_routed_experts") or 0)
-    feed_forward = 3 * hidden * int(config["intermediate_size"])  # of a dense layer
+    feed_forward = 3 * hidden * int(config["intermediate_size"])  # parameters of one dense layer
     routed, share = 0, 1.0
     if experts:
         size = int(config.get("moe_intermediate_size") or config["intermediate_size"])

@@ -94,7 +94,7 @@ class Model:
     layers: int  # layers that attend to all tokens
     width: int  # query heads x head size
     kv_width: float  # key-value heads x head size
-    expert_parameters: float = 0.0  # those of all experts, of which a token uses some
+    expert_parameters: float = 0.0  # parameters of all experts; a token uses some
     expert_share: float = 1.0  # share of the experts that a token uses
     weight_bytes: float = BYTES  # bytes of a weight
 
