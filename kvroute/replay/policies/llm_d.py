@@ -7,11 +7,11 @@ from types import MappingProxyType
 
 from kvroute.blocks.tiers import DISK, HOST
 from kvroute.replay.policies.policy_protocol import LoadReport, PolicyDecision, Setup
-from kvroute.replay.policies.rivals import Indexed, Prefilling
+from kvroute.replay.policies.rivals import Expecting, Indexed
 from kvroute.replay.workload.trace import Request
 
 
-class LlmD(Prefilling):
+class LlmD(Expecting):
     """llm-d 1.0: the replicas that hold most of the prompt, then the fewest tokens to compute.
 
     Replicas that hold at least AFFINITY of the prompt are kept, unless the best of them would take
@@ -54,14 +54,6 @@ class LlmD(Prefilling):
         """Choose a replica by its load."""
         load = [self.prefill_tokens[r] + missing[r] for r in self.replicas]
         return self.cheapest(load, replicas)
-
-    def on_dispatch(self, request: Request, replica: int) -> None:
-        super().on_dispatch(request, replica)
-        self.mirror.expect(str(replica), request.blocks)
-
-    def on_finish(self, request: Request, now_s: float) -> None:
-        self.mirror.unexpect(str(self.replica_of[request.index]), request.blocks)
-        super().on_finish(request, now_s)
 
 
 class LlmDRequests(LlmD):

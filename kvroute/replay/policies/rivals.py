@@ -235,7 +235,19 @@ class Prefilling(Indexed):
         self.prefill_tokens[self.replica_of[request.index]] -= self.new_tokens.pop(request.index)
 
 
-class LMetric(Prefilling):
+class Expecting(Prefilling):
+    """A policy for which a prompt counts as cached as soon as it is sent, until its answer ends."""
+
+    def on_dispatch(self, request: Request, replica: int) -> None:
+        super().on_dispatch(request, replica)
+        self.mirror.expect(str(replica), request.blocks)
+
+    def on_finish(self, request: Request, now_s: float) -> None:
+        self.mirror.unexpect(str(self.replica_of[request.index]), request.blocks)
+        super().on_finish(request, now_s)
+
+
+class LMetric(Expecting):
     """LMetric: the cost is a replica's pending prompt tokens times its number of requests.
 
     Both numbers include this request. The source is "LMetric: Simple is Better - Multiplication May
@@ -245,11 +257,3 @@ class LMetric(Prefilling):
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
         return [(self.prefill_tokens[r] + missing[r]) * (self.active[r] + 1) for r in self.replicas]
-
-    def on_dispatch(self, request: Request, replica: int) -> None:
-        super().on_dispatch(request, replica)
-        self.mirror.expect(str(replica), request.blocks)
-
-    def on_finish(self, request: Request, now_s: float) -> None:
-        self.mirror.unexpect(str(self.replica_of[request.index]), request.blocks)
-        super().on_finish(request, now_s)
