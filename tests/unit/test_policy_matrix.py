@@ -56,7 +56,7 @@ def test_a_filter_names_words_of_a_cell() -> None:
 
 def result(cell: str, policy: str, p90_s: float, seed: int = 0, hits: float = 0.5) -> Result:
     """Return a result in which only the p90, and the hits, differ from others."""
-    return Result(cell, policy, seed, 1.0, p90_s, 9.0, hits, 4.0, *[None] * 4)
+    return Result(cell, policy, seed, 1.0, p90_s, 9.0, hits, 4.0, 0.5, *[None] * 4)
 
 
 def test_a_cell_is_compared_with_its_best_rival_over_all_seeds() -> None:

@@ -6,16 +6,20 @@ from dataclasses import asdict, dataclass
 from rich.progress import Progress
 
 from kvroute.replay.compare import saturation_rps
-from kvroute.replay.hardware.profiles import PROFILES
+from kvroute.replay.hardware.engine_model import EngineModel
+from kvroute.replay.hardware.profiles import DEFAULT_ENGINE, PROFILES
 from kvroute.replay.simulate import Cluster, simulate
 from kvroute.replay.steps import blocks_needed
-from kvroute.replay.summary import summarise
+from kvroute.replay.summary import Slo, summarise
 from kvroute.replay.workload.arrivals import arrivals_at
 from kvroute.replay.workload.closed_loop import OPEN_LOOP
 from kvroute.replay.workload.pace import Pace
 from kvroute.replay.workload.trace import Request
 from tests.bench.matrix.cells import CACHES, SLOW_SHARE, SLOW_SPEED, Cell
 from tests.bench.matrix.workloads import Files, workload
+
+DEFAULT = PROFILES[DEFAULT_ENGINE].engine()
+SLO = Slo(ttft_s=2.0, tpot_s=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Result:
     ttft_p99_s: float
     hit_share: float
     throughput_rps: float
+    goodput: float  # share of the requests within the limits of limits()
     # The next four are None unless the cell has a fixed number of sessions.
     turns_per_min: float | None
     slowdown_p50: float | None
@@ -68,7 +73,13 @@ def measure(
         follow_ups=loop.follow_ups,
         queued=loop.queued,
     )
-    summary = summarise(policy, arrivals.requests, outcome, loop if cell.sessions else OPEN_LOOP)
+    summary = summarise(
+        policy,
+        arrivals.requests,
+        outcome,
+        loop if cell.sessions else OPEN_LOOP,
+        limits(replicas.engine),
+    )
     times = summary.session_times
     return Result(
         str(cell),
@@ -79,11 +90,18 @@ def measure(
         ttft_p99_s=summary.ttft_p99_s,
         hit_share=summary.hit_share,
         throughput_rps=summary.throughput_rps,
+        goodput=summary.goodput or 0.0,
         turns_per_min=times.turns_per_min,
         slowdown_p50=times.slowdown_p50,
         slowdown_p90=times.slowdown_p90,
         slowdown_p99=times.slowdown_p99,
     )
+
+
+def limits(engine: EngineModel) -> Slo:
+    """Return the times that users accept: SLO on the default engine, in proportion on others."""
+    ttft = DEFAULT.prefill.tokens_per_s / engine.prefill.tokens_per_s
+    return Slo(SLO.ttft_s * ttft, SLO.tpot_s * engine.step_s / DEFAULT.step_s)
 
 
 def cluster(cell: Cell, requests: list[Request]) -> Cluster:

@@ -84,6 +84,8 @@ def _shares(own: Means, rivals: Mapping[str, Means]) -> Row:
     return {
         "hits": own["hit_share"],
         "more hits": own["hit_share"] - max(rival["hit_share"] for rival in rivals.values()),
+        "goodput": own["goodput"],
+        "more goodput": own["goodput"] - max(rival["goodput"] for rival in rivals.values()),
         "requests/s ratio": own["throughput_rps"] / most,
     }
 
