@@ -10,7 +10,7 @@ from itertools import chain, repeat
 
 from kvroute.blocks.cache_groups import HOST_GROUPS, group_fingerprint
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.audit_report import Comparison
+from kvroute.contract.comparison import Comparison
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,
@@ -134,7 +134,9 @@ class BlockTable:
         # Published blocks in host memory of the layout's first entry. The first entry is full
         # attention if the model has any.
         self.in_host = entries[HOST_GROUPS][0].published if HOST_GROUPS in entries else {}
-        # Differences in host memory at the last BlocksHeld event. None: there is no host tier.
+        # Differences from the last BlocksHeld event. None: there was none.
+        self.compared: Comparison | None = None
+        # The part of them in host memory. None: there is no host tier.
         self.compared_in_host: Comparison | None = None
 
     def __len__(self) -> int:
@@ -144,13 +146,8 @@ class BlockTable:
         """Return all fingerprints to publish."""
         return [fingerprint for published in self._published for fingerprint in published.values()]
 
-    def apply(self, events: Iterable[KVEvent], changes: Changes) -> Comparison | None:
-        """Apply the events and add their effect to `changes`.
-
-        Returns:
-            The differences from the last BlocksHeld event in `events`; None if there was none.
-        """
-        comparison = None
+    def apply(self, events: Iterable[KVEvent], changes: Changes) -> None:
+        """Apply the events and add their effect to `changes`."""
         for event in events:
             match event:
                 case BlockStored():
@@ -162,15 +159,14 @@ class BlockTable:
                 case AllBlocksCleared():
                     self._clear(changes)
                 case BlocksHeld():
-                    comparison = self._reconcile(event, changes)
+                    self._reconcile(event, changes)
                 case Transfers():
                     pass  # BlockStored and BlockRemoved report the same blocks
                 case EventsLost():
                     pass  # the publisher then requests a BlocksHeld event
-        return comparison
 
-    def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
-        """Compare all groups with the event, and return the sum of the differences.
+    def _reconcile(self, event: BlocksHeld, changes: Changes) -> None:
+        """Compare all groups with the event, and remove the blocks that it lacks.
 
         Groups that the event leaves out have no cached blocks.
         """
@@ -181,8 +177,8 @@ class BlockTable:
                 own += group.reconcile(held, changes)
             elif group:
                 in_host += group.reconcile(held, changes)
+        self.compared = own + in_host
         self.compared_in_host = in_host if self._has_host else None
-        return own + in_host
 
     def _clear(self, changes: Changes) -> None:
         for group in self._groups:

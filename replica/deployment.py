@@ -11,11 +11,9 @@ from typing import Any
 
 import psutil
 import ray
-from msgspec.structs import replace
 from ray import serve
 
 from kvroute.contract.adapters import digests
-from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import (
     NO_TOKENS,
     Chunk,
@@ -47,14 +45,12 @@ from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.wire.address import Address
 from kvroute.wire.server import HOST, Method, Server, new_secret
-from kvroute.wire.structs import decode_begin
 from kvroute.wire.tls import server_ends
 
 log = logging.getLogger("kvroute.replica")
 
 CHECK_INTERVAL_S = 0.5  # seconds between two checks of the engine
 REPORT_INTERVAL_S = 0.25  # seconds between two reports of pending tokens to routers
-AUDIT_S = 10.0  # timeout of an audit, in seconds; an audit waits for the engine and for Redis
 # Maximum number of running and waiting requests of a rank. Further requests are rejected.
 MAX_REQUESTS = 1024
 
@@ -122,12 +118,6 @@ class Replica:
         async with self._features.around(request) as request:
             await self._ranks[request.rank].generate(request, emit)
 
-    async def _canary(self, begin: bytes, rank: int) -> bytes:
-        """Run a test request. Metrics do not count it, because no client sent it."""
-        _, request = decode_begin(begin)
-        await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
-        return b""
-
     async def _unstarted(self, request_ids: bytes, rank: int) -> bytes:
         """Return those of these requests that wait in the engine's queue.
 
@@ -155,19 +145,6 @@ class Replica:
         async with self._features.around(request) as request:
             await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
-
-    async def _audit(self, _: bytes, rank: int) -> bytes:
-        """Compare the engine's blocks with the rank's block table and with the index.
-
-        Returns:
-            An encoded ReplicaAudit.
-
-        Raises:
-            TimeoutError: The engine or Redis does not respond.
-        """
-        async with asyncio.timeout(AUDIT_S):
-            publisher, engine = self._ranks[rank].publisher, self._ranks[rank].engine
-            return encode_audit(await publisher.audit(engine))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the input of kvroute/autoscaling.py; Serve calls this if autoscaling is on."""
@@ -251,8 +228,6 @@ class Replica:
 
     def _methods(self) -> dict[str, Method]:
         return {
-            "audit": self._audit,
-            "canary": self._canary,
             "render": self._render,
             "http": self._http,
             "unstarted": self._unstarted,

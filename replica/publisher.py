@@ -12,14 +12,11 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.audit_report import Comparison, ReplicaAudit
 from kvroute.contract.records import Description, Load, Pins
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent
@@ -32,6 +29,10 @@ log = logging.getLogger("kvroute.publisher")
 
 BATCH_S = 0.005  # seconds for which changes are collected before they are written in one batch
 RETRY_S = 0.5  # seconds between a failed write and the next registration
+
+# Gets the replica's state in Redis after a write, and the fingerprints that Redis should have.
+# Raises FencedError if Redis has others; the replica then registers again with all its blocks.
+Check = Callable[[WriterState, set[Fingerprint]], Awaitable[None]]
 
 
 class Publisher:
@@ -52,7 +53,7 @@ class Publisher:
         lease_s: float,
     ) -> None:
         self._index = index
-        self._table = table
+        self.table = table
         self._replica_id = replica_id
         self._description = description
         self._load = load
@@ -70,16 +71,13 @@ class Publisher:
         # Monotonic time of the oldest change that is not written yet. None: all are written.
         self._waiting_since_s: float | None = None
         self._written_s = time.monotonic()  # time of the last write that Redis accepted
-        # Differences between the block table and the engine's blocks, for the running audit. None:
-        # the engine has not listed its blocks yet.
-        self._table_comparison: Comparison | None = None
-        self._audit: asyncio.Future[ReplicaAudit] | None = None  # result of the running audit
-        self._audit_lock = asyncio.Lock()
+        # Called after each batch of changes. Nothing is written meanwhile.
+        self.checks: list[Check] = []
 
     @property
     def blocks(self) -> int:
         """Return the number of blocks that the index should list for this replica."""
-        return len(self._table)
+        return len(self.table)
 
     @property
     def host_blocks(self) -> int:
@@ -87,7 +85,7 @@ class Publisher:
 
         A block that is also in the engine's own memory counts, too.
         """
-        return len(self._table.in_host)
+        return len(self.table.in_host)
 
     @property
     def lag_s(self) -> float:
@@ -106,14 +104,14 @@ class Publisher:
         Call this in the order of the engine's events. The queue has at most twice as many
         fingerprints as the engine has blocks, or one batch if that is more.
         """
-        self._table_comparison = self._table.apply(events, self._changes) or self._table_comparison
+        self.table.apply(events, self._changes)
         if self._changes and self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
         if not self._is_registered:
             self._changes = Changes()  # the next registration writes the whole table
-        elif len(self._changes.removed) > max(len(self._table), BATCH_BLOCKS):
-            self._changes = Changes(cleared=True, added=set(self._table.held()))
-        if self._changes or self._audit:
+        elif len(self._changes.removed) > max(len(self.table), BATCH_BLOCKS):
+            self._changes = Changes(cleared=True, added=set(self.table.held()))
+        if self._changes or self.checks:
             self._changed.set()
 
     def renew_soon(self) -> None:
@@ -134,23 +132,10 @@ class Publisher:
             observer(events)
             self.publish(events)
             if EventsLost() in events:
-                await self._request_cached_blocks(engine)
+                await self.request_cached_blocks(engine)
 
-    async def audit(self, engine: Engine) -> ReplicaAudit:
-        """Compare the blocks in the engine, the table and the index, and repair any difference.
-
-        All three are compared as of one moment, also under load. During an outage of Redis, this
-        waits until Redis is back.
-        """
-        async with self._audit_lock:
-            self._table_comparison, self._audit = None, asyncio.get_running_loop().create_future()
-            try:
-                await self._request_cached_blocks(engine)
-                return await self._audit
-            finally:
-                self._audit = None
-
-    async def _request_cached_blocks(self, engine: Engine) -> None:
+    async def request_cached_blocks(self, engine: Engine) -> None:
+        """Request a list of all cached blocks, with which the table is compared."""
         if engine.facts.prefix_caching:
             await engine.emit_held()
         else:
@@ -201,7 +186,7 @@ class Publisher:
         self._was_registered = True
         self.registrations += 1
         self._written_s = time.monotonic()
-        self._changes = Changes(added=set(self._table.held()))
+        self._changes = Changes(added=set(self.table.held()))
         self._is_registered = True
         self._changed.set()
 
@@ -213,50 +198,14 @@ class Publisher:
                     await asyncio.sleep(BATCH_S)
             self._changed.clear()
             changes, self._changes = self._changes, Changes()
-            audit = self._audit if self._table_comparison else None
-            held = set(self._table.held()) if audit else set()
+            checks = [*self.checks]
+            held = set(self.table.held()) if checks else set()
             began_s = time.monotonic()
             await self._write(changes)
             self._waiting_since_s = began_s if self._changes else None
-            if audit:
-                await self._complete_audit(audit, held)
+            for check in checks:
+                await check(self._writer_state, held)
             await self._renew_if_due()
-
-    async def _complete_audit(
-        self, audit: "asyncio.Future[ReplicaAudit]", held: set[Fingerprint]
-    ) -> None:
-        """Compare the index with `held`, the fingerprints that it should have; set the result.
-
-        Nothing is written during the comparison.
-
-        Raises:
-            FencedError: They differ. The replica then registers again with all its blocks.
-        """
-        writer_state, table_comparison = self._writer_state, self._table_comparison
-        record = await self._index.record(self._replica_id)
-        if (
-            table_comparison is None
-            or record is None
-            or record.incarnation != writer_state.incarnation
-        ):
-            return  # the state in Redis is lost or another process's: the next write notices it
-        index = Comparison.of(set((await self._index.blocks(record)).blocks), held)
-        if not audit.done():
-            audit.set_result(
-                ReplicaAudit(
-                    self._replica_id,
-                    writer_state.incarnation,
-                    writer_state.seq,
-                    known=table_comparison,
-                    index=index,
-                    in_host=self._table.compared_in_host or msgspec.UNSET,
-                )
-            )
-        if index.drift:
-            raise FencedError(
-                f"the replica's set in Redis differs by {index.drift} blocks from what the replica "
-                f"has written as {writer_state}"
-            )
 
     async def _renew_if_due(self) -> None:
         if asyncio.get_running_loop().time() < self._renewal_s:

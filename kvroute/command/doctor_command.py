@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,24 +14,18 @@ from rich.text import Text
 from kvroute.client import FIND, GivenUrl, fail, find_url
 from kvroute.command.serve_command import parsed
 from kvroute.command.tables import Column, print_table, prose
+from kvroute.features import DOCTOR_REQUESTS
 from kvroute.wording import plural
 
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
+    from kvroute.features.feature import DoctorRequest
 
 STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # the worst grade comes first
 
 
 def doctor(
     url: GivenUrl = FIND,
-    audit: Annotated[
-        bool,
-        typer.Option(
-            "--audit",
-            help="Also compare which blocks the engines have cached with what replicas, Redis and "
-            "a router know of it; this stops each engine for some milliseconds.",
-        ),
-    ] = False,
     before_start: Annotated[
         bool,
         typer.Option(
@@ -44,6 +39,7 @@ def doctor(
         list[str] | None,
         typer.Argument(metavar="-- OPTIONS", help="Options of kvroute serve for --before-start."),
     ] = None,
+    **chosen: bool,
 ) -> None:
     """Check a running cluster, and send a small test request to each replica.
 
@@ -57,7 +53,9 @@ def doctor(
     if before_start:
         checks = list(_machine_checks(serve_options or []))
     else:
-        checks = _cluster_checks(find_url(url), audit=audit)
+        checks = _cluster_checks(
+            find_url(url), [each for each in DOCTOR_REQUESTS if not each.help or chosen[each.name]]
+        )
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks]))
     else:
@@ -65,11 +63,27 @@ def doctor(
     raise typer.Exit(1 if any(check.grade == "wrong" for check in checks) else 0)
 
 
-def _cluster_checks(url: str, *, audit: bool) -> "list[Check]":
+_OPTIONS = [
+    Parameter(
+        request.name,
+        Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, typer.Option(f"--{request.name}", help=request.help)],
+    )
+    for request in DOCTOR_REQUESTS
+    if request.help
+]
+_signature = signature(doctor)
+doctor.__signature__ = _signature.replace(  # type: ignore[attr-defined]  # Typer reads it
+    parameters=[*[*_signature.parameters.values()][:-1], *_OPTIONS]
+)
+
+
+def _cluster_checks(url: str, further: "Sequence[DoctorRequest]") -> "list[Check]":
     from kvroute.doctor.collect import collect_checks
 
     with Console(stderr=True).status("connecting to the cluster") as status:
-        return list(collect_checks(url, audit=audit, step=status.update))
+        return list(collect_checks(url, further, status.update))
 
 
 def _machine_checks(serve_options: "Sequence[str]") -> "Iterator[Check]":

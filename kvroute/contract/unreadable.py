@@ -14,7 +14,6 @@ Kind = Literal[
     "message",
     "change",
     "blocks",
-    "audit",
     "cluster",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import FOREIGN
 from kvroute.features import UNREADABLE
 from kvroute.local.ports import is_local
@@ -22,17 +21,7 @@ RECENT_S = 60.0  # a warning if an unreadable item was skipped in this many seco
 LATE_LEASE_S = 1.0  # a lease with fewer seconds left has missed two of its three renewals
 
 RESTART = "restart the replica with the router's model files and settings"
-HEALS = "repeat the audit, as most drift is repaired in seconds; if it stays, restart the replica"
-CANARY_REMEDIES = {  # why a canary, a small test request, was lost -> remedy
-    "no answer": "see the replica's log, and its load in kvroute status; if it hangs, Serve "
-    "replaces it",
-    "not in the index": "see the replica's log, and check that its node can reach Redis",
-    "nothing published": "see the replica's log: its engine publishes no events, or Redis refuses "
-    "its writes",
-    "other fingerprints": f"replica and router compute different fingerprints: {RESTART}",
-    "not in the mirror": "see the router's log and kvroute_index_age_seconds; give the router more "
-    "CPU",
-}
+UNREGISTERED = "see the replica's log, and check that its node can reach Redis"
 USERS_REDIS = "start Redis, open its port to the routers, or correct the error"
 RESTARTED_REDIS = (
     "kvroute serve, which has started this Redis, starts it again: run the doctor again in some "
@@ -44,12 +33,9 @@ UNREADABLE_REMEDIES: dict[str, str] = {  # kind of an unreadable item in Redis -
     "message": f"do all routers have the same version? {FOREIGN}",
     "change": FOREIGN,
     "blocks": FOREIGN,
-    "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
     **UNREADABLE,
 }
-# Sources of the block counts that an audit compares -> their names in findings.
-ACCOUNTS = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +124,7 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
     }
     for replica_id in missing:
         finding = f"replica {replica_id} runs without a lease, so routers ignore its cache"
-        yield Check("leases", "wrong", finding, CANARY_REMEDIES["not in the index"])
+        yield Check("leases", "wrong", finding, UNREGISTERED)
     for replica_id, remaining_s in late.items():
         finding = (
             f"the lease of replica {replica_id} ends in {remaining_s:.1f} s: its renewal is late"
@@ -301,75 +287,3 @@ def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | Non
         return Check("versions", "ok", finding)
     remedy = "install the cluster's version here, since other versions check other things"
     return Check("versions", "warning", f"{finding}; this command is kvroute {ours}", remedy)
-
-
-def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
-    """Check the results of the canaries: one small test request to each replica.
-
-    Each canary has a new prompt, whose blocks must appear in Redis and in the router.
-    """
-    complete = [replica for replica in replicas if replica["cause"] is None]
-    without_redis = [replica for replica in replicas if replica["cause"] == "Redis is away"]
-    if complete:
-        slowest_s = max(replica["answered_s"] + replica["seen_s"] for replica in complete)
-        finding = (
-            f"answered by {_replicas(complete)} replicas, whose new blocks were seen in Redis and "
-            f"router {router} within {slowest_s * 1000:.0f} ms"
-        )
-        yield Check("canary", "ok", finding)
-    if without_redis:
-        finding = (
-            f"answered by {_replicas(without_redis)} replicas; without Redis their new blocks "
-            "cannot be seen"
-        )
-        yield Check("canary", "warning", finding, "follow the remedy of the check `redis`")
-    for replica in replicas:
-        if replica not in complete and replica not in without_redis:
-            yield _lost_canary(replica)
-
-
-def _replicas(ranks: Sequence[Facts]) -> int:
-    """Return the number of replicas; each rank of a replica has received a canary."""
-    return len(replicas_of(rank["id"] for rank in ranks))
-
-
-def _lost_canary(replica: Facts) -> Check:
-    name, cause = f"canary of {replica['id']}", replica["cause"]
-    if cause == "caching is off":
-        return Check(name, "ok", f"answered in {replica['answered_s'] * 1000:.0f} ms; {cause}")
-    blocks = replica["blocks"]
-    counts = (
-        f"of {blocks['expected']} blocks {_known(blocks['redis'])} in Redis, "
-        f"{blocks['mirror']} in the router"
-    )
-    finding = ": ".join(filter(None, (cause, replica["detail"])))
-    if cause != "no answer":
-        finding += f"; {counts}"
-    return Check(name, "wrong", finding, CANARY_REMEDIES[cause])
-
-
-def audit(replica: Facts, router: str) -> Check:
-    """Check the result of an audit of one replica.
-
-    An audit compares the blocks that the engine has cached with those that the replica, Redis and
-    the router list for it. The number of wrong blocks in a list is its drift.
-    """
-    names = ACCOUNTS | {"mirror": f"router {router}"}
-    counts = [f"{names[account]} {_known(count)}" for account, count in replica["blocks"].items()]
-    wrong = [
-        f"no answer from {names[account]}"
-        if count is None
-        else f"drift of {count} in {names[account]}"
-        for account, count in replica["drift"].items()
-        if count != 0
-    ]
-    finding = f"{', '.join(wrong) or 'no drift'}; blocks: {', '.join(counts)}"
-    if in_host := replica.get("in_host"):
-        finding += f"; {in_host['blocks']['engine']} blocks of the engine are in host memory"
-        finding += f", with a drift of {in_host['drift']}" * bool(in_host["drift"])
-    name = f"audit of {replica['id']}"
-    return Check(name, "wrong", finding, HEALS) if wrong else Check(name, "ok", finding)
-
-
-def _known(count: int | None) -> str:
-    return "?" if count is None else str(count)

@@ -3,6 +3,7 @@
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,15 +21,18 @@ from kvroute.doctor import (
 )
 from kvroute.doctor.checks import Check
 from kvroute.features import FEATURES
+from kvroute.features.feature import DoctorRequest
 from kvroute.local.running import URL
 from kvroute.process.clock_offset import Offset, offset
 
-WAIT_S = 60.0  # timeout of a request; long, since canaries and audits involve every replica
+WAIT_S = 60.0  # timeout of a request; long, since a request can involve every replica
 
 Step = Callable[[str], object]  # called with a description of each step, for the terminal
 
 
-def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
+def collect_checks(
+    url: str, further: Iterable[DoctorRequest] = (), step: Step = lambda text: None
+) -> Iterator[Check]:
     """Query the cluster and yield the checks in order; if it does not respond, yield only one."""
     try:
         response = httpx.get(f"{url}/health", timeout=WAIT_S)
@@ -45,7 +49,7 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
         yield fleet_checks.cluster(health)
         yield from fleet_checks.connections(health)
         yield from fleet_checks.handshake(health)
-        yield from _Collection(client, step).run(has_replicas=ready > 0, audit=audit)
+        yield from _Collection(client, step).run(further if ready > 0 else ())
 
 
 def _no_cluster(url: str, reason: str) -> Check:
@@ -73,14 +77,10 @@ class _Collection:
         self._step = step
         self._refusals = set[str]()  # messages that were reported already
 
-    def run(self, *, has_replicas: bool, audit: bool) -> Iterator[Check]:
+    def run(self, further: Iterable[DoctorRequest]) -> Iterator[Check]:
         yield from self._attempt("diagnosis", "querying a router's diagnosis", self._diagnosis)
-        if has_replicas:
-            yield from self._attempt(
-                "canary", "sending each replica a small test request", self._canary
-            )
-            if audit:
-                yield from self._attempt("audit", "comparing all counts of blocks", self._audit)
+        for each in further:
+            yield from self._attempt(each.name, each.step, partial(self._further, each))
 
     def _attempt(
         self, name: str, step: str, part: Callable[[], Iterable[Check]]
@@ -137,10 +137,7 @@ class _Collection:
         yield from load_checks.speeds(replicas.get("slow", {}))
         yield from load_checks.queues(diagnosis.get("queues", ()))
         for feature in FEATURES:
-            if feature.has_state:
-                yield from feature.checks(diagnosis.get(feature.name, ()))
-            else:
-                yield from feature.service_checks(diagnosis.get(feature.name))
+            yield from feature.checks(diagnosis.get(feature.name))
         yield checks.haproxy(diagnosis["serve"])
         yield checks.access(diagnosis["access"])
         yield from wire_checks.encryption(replicas.get("wire", {}), diagnosis["nodes"])
@@ -173,10 +170,5 @@ class _Collection:
         redis_clock = Offset(*redis["clock_ahead_s"]) if "clock_ahead_s" in redis else None
         yield from clocks.judge(router, redis_clock, processes)
 
-    def _canary(self) -> Iterator[Check]:
-        body = self._request("POST", "/v1/cluster/canary")
-        return checks.canary(body["replicas"], body["router"])
-
-    def _audit(self) -> Iterator[Check]:
-        body = self._request("GET", "/v1/cluster/audit")
-        return (checks.audit(replica, body["router"]) for replica in body["replicas"])
+    def _further(self, request: DoctorRequest) -> Iterable[Check]:
+        return request.checks(self._request(request.method, request.path))

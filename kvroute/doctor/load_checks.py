@@ -50,7 +50,7 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "stale": Limit(
         0.1,
         "the router expected tokens in caches that did not have them",
-        "run the doctor with --audit; see kvroute_publisher_lag_seconds",
+        "see kvroute_publisher_lag_seconds",
     ),
     "spilled": Limit(
         0.2,

@@ -6,6 +6,7 @@ from kvroute.contract.error_codes import CODES, Code, FeatureCode
 from kvroute.features import (
     adapters,
     audio,
+    audit,
     batches,
     changes,
     keys,
@@ -28,6 +29,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     sessions.SessionEnds(),
     changes.ChatChanges(),
     pulls.Pulling(),
+    audit.Auditing(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
@@ -51,4 +53,5 @@ ALL_CODES: tuple[Code | FeatureCode, ...] = (  # all codes of errors, of the cor
 ONCE: dict[str, Sequence[str]] = {
     path: fields for feature in FEATURES for path, fields in feature.once.items()
 }
+DOCTOR_REQUESTS = tuple(request for feature in FEATURES for request in feature.doctor_requests)
 PATHS = Paths.joined(feature.paths for feature in FEATURES)  # all routes of features

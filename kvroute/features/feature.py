@@ -72,6 +72,19 @@ class Paths(NamedTuple):
         return cls(*(tuple(chain.from_iterable(kind)) for kind in zip(*all_, strict=True)))
 
 
+class DoctorRequest(NamedTuple):
+    """A request with which `kvroute doctor` tests a cluster that has replicas."""
+
+    name: str  # the name of the check that fails if the response is an error
+    step: str  # what the doctor does meanwhile, such as "comparing all counts of blocks"
+    method: str
+    path: str
+    checks: "Callable[[Mapping[str, Any]], Iterable[Check]]"  # gets the body of the response
+    # The text of the option --NAME, without which the doctor does not send it. Empty: there is no
+    # option, and the doctor always sends it.
+    help: str = ""
+
+
 class FeatureSettings(NamedTuple):
     """What the sides of a feature get of the options of one model, as JSON data."""
 
@@ -99,8 +112,9 @@ class Feature:
     # Path of a route -> fields of its bodies with which a request must not run twice, for example
     # since its effects stay. The core may refuse such a field where no feature has it.
     once: ClassVar[Mapping[str, Sequence[str]]] = {}
-    # Whether GET /v1/cluster and the doctor get a list of its states, by model. If not, the doctor
-    # gets the facts of its service.
+    doctor_requests: Sequence[DoctorRequest] = ()  # requests with which `kvroute doctor` tests it
+    # Whether GET /v1/cluster and `checks` get a list of its states, by model. If not, `checks` gets
+    # the facts of its service.
     has_state = False
     paths = Paths()  # what is known of its routes
 
@@ -192,14 +206,11 @@ class Feature:
         """Return lines for `kvroute status`, each with a heading, about one model."""
         return ()
 
-    def checks(self, states: Sequence[State]) -> "Iterator[Check]":
-        """Check the states of all models, for `kvroute doctor`."""
-        yield from ()
-
-    def service_checks(self, facts: "Mapping[str, Any] | None") -> "Iterator[Check]":
-        """Check the state of its service in one router, for `kvroute doctor`.
+    def checks(self, found: Any) -> "Iterator[Check]":
+        """Check what a router knows of it, for `kvroute doctor`.
 
         Args:
-            facts: what RouterService.facts has returned; None: the service is off.
+            found: the list of its states, by model, if it has states; otherwise what
+                RouterService.facts has returned. None: the router has none of it.
         """
         yield from ()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # What a caller may do. use: generate and embed. observe: read the live page, the metrics and the
 # state of the cluster, all of which show every tenant's requests. manage: change what the cluster
-# serves, run audits.
+# serves, and test it.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TENANT = r"^[\w.@-]{1,64}\Z"  # pattern of a tenant's name

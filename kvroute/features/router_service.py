@@ -44,7 +44,7 @@ class RouterService:
     # What operators see.
 
     async def facts(self) -> Mapping[str, Any]:
-        """Return its state as JSON, for `Feature.service_checks` of the doctor."""
+        """Return its state as JSON, for `Feature.checks` of the doctor."""
         return {}
 
     def live(self) -> Mapping[str, Any] | None:

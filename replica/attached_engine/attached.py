@@ -195,7 +195,7 @@ class AttachedEngine(Engine):
             )
 
     async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
-        """Compute a prompt of token ids: without a client, such as that of a canary."""
+        """Compute a prompt of token ids, which no client has sent."""
         expected_tokens = self._expected_tokens(request)
         body: dict[str, Any] = {
             "model": request.variant or self._model,

@@ -1,4 +1,4 @@
-"""The HTTP routes for operators: health, replicas, audits, diagnosis, metrics."""
+"""The HTTP routes for operators: health, replicas, diagnosis, metrics."""
 
 import asyncio
 from collections.abc import Sequence
@@ -115,23 +115,6 @@ async def _lost_servers(status: Status) -> list[dict[str, str]]:
             lost = await status.lost_servers()
         return [{"server": url, "problem": problem} for url, problem in sorted(lost.items())]
     return []
-
-
-@routes.get("/v1/cluster/audit")
-async def audit(models: Served) -> Response:
-    """Compare this router's mirror, its copy of the index, with Redis and the replicas' engines."""
-    with needing_redis():
-        audits = await asyncio.gather(*(model.audit.run() for model in models.all))
-    replicas = label_by_model(models.all, audits)
-    return JSONResponse({"router": models.router_id, "replicas": replicas})
-
-
-@routes.post("/v1/cluster/canary")
-async def canary(models: Served) -> Response:
-    """Send a tiny request to every replica; report whether its blocks appear in the index."""
-    reports = await asyncio.gather(*(model.canaries.run() for model in models.all))
-    replicas = label_by_model(models.all, reports)
-    return JSONResponse({"router": models.router_id, "replicas": replicas})
 
 
 @routes.get("/v1/cluster/diagnosis")

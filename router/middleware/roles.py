@@ -23,21 +23,19 @@ USE = (  # the role use
     *PATHS.use,
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics", *PATHS.observe)  # the role observe
-# The role manage, though they are below a path of another role.
-MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary", *PATHS.manage)
 
 
 @lru_cache(maxsize=1024)
 def roles_for(method: str, path: str) -> Sequence[Role]:
     """Return the roles that may use a route: a caller needs one of them. Empty: everybody may.
 
-    A route that is not in one of the lists above needs the role manage.
+    A route that is in none of the lists above or of PATHS needs the role manage.
     """
     if path == "/" or _is_in(path, EVERYBODY):  # "/" redirects to /ui
         return ()
     if _is_in(path, ANY):
         return ROLES
-    if _is_in(path, MANAGE):
+    if _is_in(path, PATHS.manage):
         return ("manage",)
     if _is_in(path, OBSERVE) or (method in ("GET", "HEAD") and _is_in(path, PATHS.read)):
         return ("observe",)

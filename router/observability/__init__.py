@@ -1,1 +1,1 @@
-"""What a router reports: metrics, traces, request logs and audits."""
+"""What a router reports: metrics, traces and request logs."""

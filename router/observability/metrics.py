@@ -21,7 +21,6 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
@@ -282,16 +281,6 @@ class RouterMetrics(RequestObservers):
     def readings(self) -> Readings:
         """Return the metrics that are read at scrape time, to add further ones."""
         return self._readings
-
-    def export_audit(self, audit: Audit) -> None:
-        """Export how many wrong blocks the audits found."""
-        self._readings.labelled_counter(
-            "account",
-            "kvroute_audit_drift_blocks",
-            "Wrong blocks that this router's audits found, by account: replica (differs from its "
-            "engine), redis (differs from the replica), mirror (differs from Redis).",
-            lambda: audit.drift,
-        )
 
     def export_unreadable(self, unreadable: Unreadable) -> None:
         """Export how many records and messages could not be decoded."""

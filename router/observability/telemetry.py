@@ -16,7 +16,6 @@ from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
-from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.request_log import RequestLog
@@ -88,7 +87,6 @@ class Telemetry:
         *,
         fleet: Fleet,
         feed: Feed,
-        audit: Audit,
         unreadable: Unreadable,
         links: Links,
         blamed: PoisonList,
@@ -98,7 +96,6 @@ class Telemetry:
         if self._metrics is None:
             return
         self._metrics.export(fleet, feed)
-        self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
         self._metrics.export_blamed(blamed)

@@ -29,8 +29,6 @@ from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
-from kvroute.router.observability.audit import Audit, audit_reader
-from kvroute.router.observability.canary import Canaries, canary_sender
 from kvroute.router.observability.neighbours import Neighbours
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.telemetry import Telemetry
@@ -163,15 +161,6 @@ class Parts:
         deployed = DeployedReplicas(partial(read_deployed, deployments))
         self.states = StatesReader(self.links, self.liveness, self.fleet, deployed)
         self.recorder = _recorder(self)
-        read_audit = audit_reader(self.links, self.unreadable)
-        self.audit = Audit(self.index, self.feed, self.fleet, read_audit)
-        self.canaries = Canaries(
-            self.index,
-            self.fleet,
-            canary_sender(self.links),
-            self.links.able,
-            block_size=settings.block_size,
-        )
 
         for side in self.features:
             side.attach(self)

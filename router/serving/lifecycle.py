@@ -28,7 +28,6 @@ class Lifecycle:
             parts.index,
             fleet=parts.fleet,
             feed=parts.feed,
-            audit=parts.audit,
             unreadable=parts.unreadable,
             links=parts.links,
             blamed=parts.blamed,

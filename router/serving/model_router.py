@@ -44,8 +44,6 @@ class ModelRouter:
         self.max_model_len = parts.max_model_len
         self.telemetry = parts.telemetry
         self.unreadable = parts.unreadable  # of all records, also those of the whole cluster
-        self.audit = parts.audit
-        self.canaries = parts.canaries
         self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
         self.recorder = parts.recorder  # None: the page is off
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec.structs import replace
 
-from kvroute.contract.audit_report import Comparison
+from kvroute.contract.comparison import Comparison
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.block_table import BlockTable, Changes
@@ -53,7 +53,6 @@ class Running:
     rank: int = 0
     root: Path = Path()  # folder of the adapters that can be added
     requests: int = 0
-    comparisons: list[Comparison] = field(default_factory=list)
     transfers: list[Transfers] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)  # changes of the table since a test took them
 
@@ -85,15 +84,15 @@ class Running:
         async for events in self.engine.events():
             self.transfers += [event for event in events if isinstance(event, Transfers)]
             self.ghosts.record_events(events)
-            if comparison := self.table.apply(events, self.changes):
-                self.comparisons.append(comparison)
+            self.table.apply(events, self.changes)
 
     async def compare(self) -> Comparison:
         """Return how the block table differs from the blocks that the engine has cached."""
-        before = len(self.comparisons)
+        self.table.compared = None
         await self.engine.emit_held()
-        await until(lambda: len(self.comparisons) > before)
-        return self.comparisons[-1]
+        await until(lambda: self.table.compared)
+        assert self.table.compared
+        return self.table.compared
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.audit_report import Comparison
+from kvroute.contract.comparison import Comparison
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.pull import Pull, PullResult
@@ -71,7 +71,6 @@ class Tiered:
         self.table, self.changes = BlockTable(self.division.group_entries), Changes()
         self.transfers: list[Transfers] = []
         self.pulled: list[PullResult] = []
-        self.compared: Comparison | None = None
         self.in_s = 1e-6
         self.opened: Any = None  # the OpenTiers
         self.requests = 0
@@ -88,14 +87,14 @@ class Tiered:
         events: Iterable[KVEvent | None] = map(event_of, batch.events)
         received = [event for event in events if event is not None]
         self.transfers += [event for event in received if isinstance(event, Transfers)]
-        self.compared = self.table.apply(received, self.changes) or self.compared
+        self.table.apply(received, self.changes)
 
     def compare(self) -> Comparison:
         """Return how the block table differs from the blocks that the scheduler has cached."""
-        self.compared = None
+        self.table.compared = None
         self.scheduler.emit_held()
-        assert self.compared
-        return self.compared
+        assert self.table.compared
+        return self.table.compared
 
     def open(self, weights: str = "w") -> Any:
         """Open the slower tiers, and return the OpenTiers."""

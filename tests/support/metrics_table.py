@@ -29,7 +29,6 @@ from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.middleware.entrance import gate_of
-from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.fleet import Fleet
@@ -64,7 +63,6 @@ def router() -> CollectorRegistry:
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     feed = Feed(index(), fleet)
     metrics.export(fleet, feed)
-    metrics.export_audit(Audit(index(), feed, fleet, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
     links = Links(lambda: replicas(()))
@@ -120,10 +118,6 @@ def replica() -> CollectorRegistry:
     )
     metrics.export([engine], [publisher], [make_ghosts(engine, BlockTable(engine.group_entries))])
     return registry
-
-
-async def _nobody(replica_id: str) -> None:
-    """Do nothing, in place of a request to a replica."""
 
 
 def index() -> Index:

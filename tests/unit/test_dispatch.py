@@ -480,7 +480,7 @@ async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
         await until(lambda: links.unconnected().keys() == {"r0"})
         assert links.connected() == ["r1"]
         with pytest.raises(UnansweredError, match="there is no connection: 127"):
-            await links.call("r0", "audit", b"", within_s=5)
+            await links.call("r0", "render", b"", within_s=5)
         client.wired.drop("r0")
         await until(lambda: not links.unconnected())
 

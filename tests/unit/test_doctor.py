@@ -27,7 +27,7 @@ from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
 from kvroute.doctor.collect import _Collection, collect_checks
 from kvroute.doctor.metrics_ports import Probe
-from kvroute.features import UNREADABLE
+from kvroute.features import DOCTOR_REQUESTS, UNREADABLE
 from kvroute.local.ports import free_port
 from kvroute.process.clock_offset import Offset
 from kvroute.process.metrics_port import Exposition
@@ -44,14 +44,6 @@ REDIS = {
     "clock_ahead_s": [-0.001, 0.001],
 }
 SERVE = {"haproxy": True, "came_through_haproxy": True, "throughput_optimized": True}
-CANARY = {
-    "id": "a",
-    "answered_s": 0.01,
-    "seen_s": 0.01,
-    "blocks": {"expected": 3, "redis": 3, "mirror": 3},
-    "cause": None,
-    "detail": "",
-}
 
 
 def of_redis(**facts: Any) -> Check:
@@ -399,23 +391,6 @@ def test_another_version_of_the_command_is_a_warning() -> None:
     assert checks.versions(cluster, "0.2.0", None).grade == "warning"
 
 
-def test_successful_canaries_share_a_line_and_lost_ones_have_a_line_each() -> None:
-    lost = CANARY | {"id": "b", "cause": "nothing published", "seen_s": None}
-    lost["blocks"] = {"expected": 3, "redis": 0, "mirror": 0}
-    ranks = [CANARY | {"id": id_} for id_ in ("a.0", "a.1", "c")]
-    seen, wrong = checks.canary([lost, *ranks], "r1")
-    assert seen.grade == "ok"
-    assert "by 2 replicas" in seen.finding
-    assert (wrong.name, wrong.grade) == ("canary of b", "wrong")
-    assert wrong.finding == "nothing published; of 3 blocks 0 in Redis, 0 in the router"
-    assert wrong.remedy
-
-
-def test_a_canary_without_caching_is_ok() -> None:
-    (check,) = checks.canary([CANARY | {"cause": "caching is off"}], "r1")
-    assert check.grade == "ok"
-
-
 def test_a_clock_is_wrong_only_if_it_certainly_differs() -> None:
     here = Offset(-0.1, 0.1)
     assert [check.grade for check in clocks.judge(here, here, {"replica a": here})] == ["ok"]
@@ -499,7 +474,7 @@ def test_a_replica_without_metrics_is_named_unless_no_process_has_metrics() -> N
 
 def test_a_url_without_a_cluster_is_wrong() -> None:
     for url in (f"http://127.0.0.1:{free_port()}", "127.0.0.1", "http://["):
-        (check,) = collect_checks(url, audit=True)
+        (check,) = collect_checks(url)
         assert check.grade == "wrong"
         assert url in check.finding
 
@@ -614,7 +589,7 @@ def test_a_cluster_that_is_stopping_is_named_as_such_once() -> None:
     body["error"]["code"] = "stopping"
     transport = httpx.MockTransport(lambda request: httpx.Response(503, json=body))
     with httpx.Client(transport=transport, base_url="http://cluster") as client:
-        found = [*_Collection(client, lambda text: None).run(has_replicas=True, audit=False)]
+        found = [*_Collection(client, lambda text: None).run(DOCTOR_REQUESTS)]
     assert [(check.name, check.finding) for check in found if check.grade == "wrong"] == [
         ("cluster", "the cluster is stopping")
     ]

@@ -55,10 +55,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
         "GET /v1/cluster/live",
         "GET /v1/metrics/targets",
     ],
-    "manage": [
-        "GET /v1/cluster/audit",
-        "POST /v1/cluster/canary",
-    ],
+    "manage": [],
 }
 
 

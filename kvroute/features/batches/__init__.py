@@ -64,7 +64,7 @@ class Batching(Feature):
 
         return {"batch": commands}
 
-    def service_checks(self, facts: Mapping[str, Any] | None) -> "Iterator[Check]":
+    def checks(self, found: Mapping[str, Any] | None) -> "Iterator[Check]":
         from kvroute.features.batches.batch_checks import batches
 
-        return batches(facts)
+        return batches(found)

@@ -69,8 +69,8 @@ class Pulling(Feature):
         kind = REPLAYED.get(policy, PlannedPulls)
         return kind() if kind else None
 
-    def checks(self, states: Sequence[State]) -> "Iterator[Check]":
+    def checks(self, found: Sequence[State] | None) -> "Iterator[Check]":
         from kvroute.features.pulls.pull_checks import pulls
 
-        speeds = chain.from_iterable(state["speeds"].items() for state in states)
+        speeds = chain.from_iterable(state["speeds"].items() for state in found or ())
         return pulls(dict(speeds))

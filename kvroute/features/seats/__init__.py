@@ -71,7 +71,7 @@ class Seating(Feature):
 
         return [("seats", status_line(state))]
 
-    def checks(self, states: Sequence[State]) -> "Iterator[Check]":
+    def checks(self, found: Sequence[State] | None) -> "Iterator[Check]":
         from kvroute.features.seats.seat_checks import seats
 
-        return seats(states)
+        return seats(found or ())

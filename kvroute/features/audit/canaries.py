@@ -7,7 +7,7 @@ the same blocks. Since it is not a client's request, routers neither log nor cou
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,8 +27,6 @@ APPEAR_S = 5.0  # timeout in seconds for the blocks to appear, after the respons
 CHECK_INTERVAL_S = 0.02  # seconds between two checks of the mirror
 BLOCKS = 3  # full blocks in a canary's prompt
 TOKEN_IDS = (100, 1000)  # range of token ids that are ordinary tokens in any vocabulary
-
-Send = Callable[[str, GenerateRequest], Awaitable[None]]
 
 Cause = Literal[
     "no answer",
@@ -66,24 +64,13 @@ class Result:
 class Canaries:
     """Sends a canary to each replica to which this router can send requests."""
 
-    def __init__(
-        self,
-        index: Index,
-        fleet: Fleet,
-        send: Send,
-        running: Callable[[], Sequence[str]],
-        *,
-        block_size: int,
-    ) -> None:
-        self._index = index
-        self._fleet = fleet
-        self._send = send
-        self._running = running
+    def __init__(self, index: Index, fleet: Fleet, links: Links, *, block_size: int) -> None:
+        self._index, self._fleet, self._links = index, fleet, links
         self._block_size = block_size
 
     async def run(self) -> list[dict[str, Any]]:
         """Return a report on each replica. A failure of the replica or of Redis is part of it."""
-        ids = sorted(self._running())
+        ids = sorted(self._links.able())
         results = await asyncio.gather(*(self._check(replica_id) for replica_id in ids))
         return list(map(report, ids, results))
 
@@ -98,7 +85,8 @@ class Canaries:
         added = self._fleet.caches.added(replica_id, chain) or chain
         before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:
-            await self._send(replica_id, request)
+            begin = encode_begin(0, request)
+            await self._links.call(replica_id, "canary", begin, within_s=CALL_S)
         except UnansweredError as error:
             return Result(len(added), before, refusal=str(error))
         answered_s = time.monotonic()
@@ -143,18 +131,6 @@ class Canaries:
             return Account(record, await self._index.held(record, added) if record else 0)
         except REDIS_ERRORS:
             return None
-
-
-def canary_sender(links: Links) -> Send:
-    """Return a function that sends a canary to a replica.
-
-    The function raises UnansweredError if there is no response.
-    """
-
-    async def send(replica_id: str, request: GenerateRequest) -> None:
-        await links.call(replica_id, "canary", encode_begin(0, request), within_s=CALL_S)
-
-    return send
 
 
 def report(replica_id: str, result: Result) -> dict[str, Any]:

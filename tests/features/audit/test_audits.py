@@ -8,13 +8,14 @@ import pytest
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import TierFacts
-from kvroute.doctor import checks
+from kvroute.doctor.checks import Check
+from kvroute.features.audit.audit_checks import audits
 from kvroute.replica.engine.kv_events import BlockRemoved, EventsLost
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
+from tests.features.audit.side import Side
 from tests.support.mirrors import held_by
 from tests.support.records import NO_DRIFT
-from tests.support.side import Side
 from tests.support.waiting import until
 
 
@@ -56,7 +57,7 @@ async def test_blocks_in_host_memory_are_also_audited_separately(redis_url: str)
         "blocks": {"engine": known, "replica": known - 3},
         "drift": 3,
     }
-    assert "in host memory, with a drift of 3" in checks.audit(report, "r1").finding
+    assert "in host memory, with a drift of 3" in checked(report).finding
     await side.close()
 
 
@@ -68,7 +69,7 @@ async def test_missing_and_additional_blocks_in_a_mirror_are_drift_and_are_repai
     assert (await side.drift())["mirror"] == 4
     await until(lambda: held_by(side.fleet.mirror, "a") == set(side.table.held()))
     assert await side.drift() == NO_DRIFT
-    assert side.audit.drift == {**NO_DRIFT, "mirror": 4}
+    assert side.router.drift == {**NO_DRIFT, "mirror": 4}
 
 
 async def test_a_wrong_set_in_redis_is_drift_and_is_repaired(
@@ -77,9 +78,9 @@ async def test_a_wrong_set_in_redis_is_drift_and_is_repaired(
     key = side.index._blocks_key("a", side.publisher._writer_state.incarnation)
     await side.redis.spop(key)
     await side.redis.sadd(key, b"surplus!")  # the set's size does not show the difference
-    assert (await side.ask("a")).index.drift == 2
+    assert (await side.ask()).index.drift == 2
     await until(lambda: side.publisher._is_registered)
-    assert (await side.ask("a")).index.drift == 0
+    assert (await side.ask()).index.drift == 0
 
 
 async def test_lost_events_are_drift_until_the_engine_lists_its_blocks(
@@ -88,7 +89,7 @@ async def test_lost_events_are_drift_until_the_engine_lists_its_blocks(
     known = side.table.held()
     await side.engine.reset_prefix_cache()
     side.engine._events.clear()
-    assert (await side.ask("a")).known.drift == len(known)
+    assert (await side.ask()).known.drift == len(known)
     assert await side.drift() == NO_DRIFT
 
 
@@ -101,8 +102,13 @@ async def test_after_lost_events_evicted_blocks_are_removed_without_an_audit(sid
 async def test_a_replica_that_caches_nothing_has_no_drift(redis_url: str) -> None:
     side = Side(redis_url)
     side.engine.facts = SimulatedEngine(SimulatedConfig(prefix_caching=False)).facts
-    assert (await side.ask("a")).known.blocks == 0
+    assert (await side.ask()).known.blocks == 0
     await side.close()
+
+
+def checked(report: dict[str, Any]) -> Check:
+    (check,) = audits({"router": "r1", "replicas": [report]})
+    return check
 
 
 def report(**drift: int | None) -> dict[str, Any]:
@@ -111,17 +117,17 @@ def report(**drift: int | None) -> dict[str, Any]:
 
 
 def test_the_doctor_names_the_wrong_copy() -> None:
-    assert checks.audit(report(), "r1").grade == "ok"
-    assert "host" not in checks.audit(report(), "r1").finding
-    assert "drift of 2 in Redis" in checks.audit(report(redis=2), "r1").finding
-    assert "no answer from router r1" in checks.audit(report(mirror=None), "r1").finding
-    assert checks.audit(report(redis=2), "r1").remedy
+    assert checked(report()).grade == "ok"
+    assert "host" not in checked(report()).finding
+    assert "drift of 2 in Redis" in checked(report(redis=2)).finding
+    assert "no answer from router r1" in checked(report(mirror=None)).finding
+    assert checked(report(redis=2)).remedy
 
 
 async def test_replicas_of_another_deployment_are_not_audited(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They cannot be asked, and their own routers audit them."""
-    assert [report["id"] for report in await side.audit.run()] == ["a"]
+    assert [report["id"] for report in await side.router.run()] == ["a"]
     monkeypatch.setattr(side.fleet.replicas, "is_own", lambda replica_id: False)
-    assert await side.audit.run() == []
+    assert await side.router.run() == []

@@ -3,22 +3,28 @@
 import asyncio
 import random
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 
-from kvroute.contract.audit_report import ReplicaAudit
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, EngineFacts, TierFacts
+from kvroute.contract.unreadable import Unreadable
+from kvroute.features.audit.audit_report import ReplicaAudit
+from kvroute.features.audit.replica_audits import RankAudits
+from kvroute.features.audit.router_audits import RouterAudits
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability.audit import Audit
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.serving.assembly import Parts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
+from kvroute.wire.structs import decode_begin
 from tests.support.records import FACTS, LOAD
 
 MODEL = "m"
@@ -57,14 +63,38 @@ class Side:
         )
         self.fleet = Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0))
         feed = Feed(self.index, self.fleet)
-        self.audit = Audit(self.index, feed, self.fleet, self.ask)
+        self.audits = RankAudits(self.publisher, self.engine, self.index)
+        self.router = RouterAudits()
+        self.router.attach(
+            cast(
+                "Parts",
+                SimpleNamespace(
+                    index=self.index,
+                    feed=feed,
+                    fleet=self.fleet,
+                    links=self,
+                    unreadable=Unreadable(),
+                    settings=SimpleNamespace(block_size=4),
+                ),
+            )
+        )
         self.publishing = asyncio.create_task(self.publisher.run())
         self.hearing = asyncio.create_task(self.publisher.receive_events(self.engine))
         self.feeding = asyncio.create_task(feed.run())
 
-    async def ask(self, replica_id: str) -> ReplicaAudit:
-        """Return the replica's audit, in place of a request to it."""
-        return await self.publisher.audit(self.engine)
+    def able(self) -> list[str]:
+        return ["a"]
+
+    async def call(self, rank_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+        """Answer the router, in place of a connection to the replica."""
+        if method == "audit":
+            return msgspec.json.encode(await self.ask())
+        _, request = decode_begin(body)
+        await self.generate(request)
+        return b""
+
+    async def ask(self) -> ReplicaAudit:
+        return await self.audits.run()
 
     async def generate(self, request: GenerateRequest) -> None:
         await self.engine.generate(request, lambda _: None)
@@ -76,7 +106,7 @@ class Side:
             await self.generate(GenerateRequest("r", prompt, max_tokens=20))
 
     async def audited(self) -> dict[str, Any]:
-        (report,) = await self.audit.run()
+        (report,) = await self.router.run()
         return report
 
     async def drift(self) -> dict[str, int]:

@@ -7,43 +7,58 @@ compares its mirror with Redis, and ignores blocks that change while it reads bo
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.audit_report import (
-    Comparison,
-    ReplicaAudit,
-    decode_audit,
-)
+from kvroute.contract.comparison import Comparison
 from kvroute.contract.records import ReplicaRecord
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
-from kvroute.router.connections.links import Links, UnansweredError
-from kvroute.router.index.feed import Feed
-from kvroute.router.placement.fleet import Fleet
-from kvroute.store.index import FencedError, Index
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.audit import UNREADABLE
+from kvroute.features.audit.audit_report import ReplicaAudit, decode_audit
+from kvroute.features.audit.canaries import Canaries
+from kvroute.features.router_feature import RouterFeature
+from kvroute.router.connections.links import UnansweredError
+from kvroute.store.index import FencedError
 from kvroute.store.index_values import Position
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from kvroute.process.exposition import Readings
+    from kvroute.router.serving.assembly import Parts
 
 CALL_S = 15.0  # timeout in seconds for a replica's audit
 TRIES = 5  # if the mirror is loading or seems wrong, the best of this many comparisons counts
 RETRY_S = 0.5  # seconds between two of these comparisons
 
-ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its audit
 
-
-class Audit:
+class RouterAudits(RouterFeature):
     """Audits all replicas. If the mirror is wrong about a replica, its blocks are reloaded."""
 
-    def __init__(self, index: Index, feed: Feed, fleet: Fleet, read_audit: ReadAudit) -> None:
-        self._index = index
-        self._feed = feed
-        self._mirror = fleet.mirror
-        self._replicas = fleet.replicas
-        self._read_audit = read_audit
+    name = "audit"
+    canaries: Canaries  # from `attach` on
+
+    def __init__(self) -> None:
         # Name of a list -> number of wrong blocks that all audits have found in it.
         self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})
+
+    def attach(self, parts: "Parts") -> None:
+        self._index, self._feed, self._fleet = parts.index, parts.feed, parts.fleet
+        self._links, self._unreadable = parts.links, parts.unreadable
+        self.canaries = Canaries(
+            parts.index, parts.fleet, parts.links, block_size=parts.settings.block_size
+        )
+
+    def metrics(self, registry: "CollectorRegistry", readings: "Readings") -> None:
+        readings.labelled_counter(
+            "account",
+            "kvroute_audit_drift_blocks",
+            "Wrong blocks that this router's audits found, by account: replica (differs from its "
+            "engine), redis (differs from the replica), mirror (differs from Redis).",
+            lambda: self.drift,
+        )
 
     async def run(self) -> list[dict[str, Any]]:
         """Return a report on each replica that Ray Serve runs and that is in the index.
@@ -54,8 +69,8 @@ class Audit:
             RedisError, OSError: Redis cannot be used.
         """
         indexed = await self._index.records()
-        records = [record for record in indexed if self._replicas.is_own(record.id)]
-        audits = await asyncio.gather(*(self._read_audit(record.id) for record in records))
+        records = [record for record in indexed if self._fleet.replicas.is_own(record.id)]
+        audits = await asyncio.gather(*(self._audit(record.id) for record in records))
         mirrors = [await self._best_of(record) for record in records]
         reports = [
             _report(record, audit, mirror)
@@ -64,6 +79,17 @@ class Audit:
         for report in reports:
             self.drift.update({account: n or 0 for account, n in report["drift"].items()})
         return reports
+
+    async def _audit(self, replica_id: str) -> ReplicaAudit | None:
+        """Return a replica's audit; None if there is no answer."""
+        try:
+            answer = await self._links.call(replica_id, "audit", b"", within_s=CALL_S)
+            return decode_audit(answer)
+        except UnansweredError:
+            return None
+        except DECODE_ERRORS as error:
+            self._unreadable.add(UNREADABLE, replica_id, error)
+            return None
 
     async def _best_of(self, record: ReplicaRecord) -> Comparison | None:
         """Compare several times until nothing is wrong; return the best result."""
@@ -101,7 +127,7 @@ class Audit:
 
     async def _mirrored(self, replica_id: str) -> set[Fingerprint]:
         blocks = set[Fingerprint]()
-        for part in self._mirror.walk(replica_id):
+        for part in self._fleet.mirror.walk(replica_id):
             blocks.update(part)
             await asyncio.sleep(0)  # lets requests run
         return blocks
@@ -122,21 +148,6 @@ class Audit:
             if position == start:
                 return None  # Redis has removed these entries from the stream
         return blocks
-
-
-def audit_reader(links: Links, unreadable: Unreadable) -> ReadAudit:
-    """Return a function that reads one replica's audit; it returns None if there is no answer."""
-
-    async def read_audit(replica_id: str) -> ReplicaAudit | None:
-        try:
-            return decode_audit(await links.call(replica_id, "audit", b"", within_s=CALL_S))
-        except UnansweredError:
-            return None
-        except DECODE_ERRORS as error:
-            unreadable.add("audit", replica_id, error)
-            return None
-
-    return read_audit
 
 
 def _report(

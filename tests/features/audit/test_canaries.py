@@ -1,30 +1,39 @@
 """A canary says whether a replica's blocks come to where routers look for them, or where not."""
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
+from kvroute.features.audit import canaries
+from kvroute.features.audit.audit_checks import canaries as checks
+from kvroute.features.audit.canaries import Account, Canaries, Result, cause_of
 from kvroute.local.ports import free_port
-from kvroute.router.connections.links import UnansweredError
-from kvroute.router.observability import canary
-from kvroute.router.observability.canary import Account, Canaries, Result, Send, cause_of
+from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
+from tests.features.audit.side import MODEL, Side
 from tests.support.records import facts, record
-from tests.support.side import MODEL, Side
 from tests.support.waiting import until
 
 ALL = {"expected": 3, "redis": 3, "mirror": 3}
 NONE = {"expected": 3, "redis": 0, "mirror": 0}
+CANARY = {
+    "id": "a",
+    "answered_s": 0.01,
+    "seen_s": 0.01,
+    "blocks": {"expected": 3, "redis": 3, "mirror": 3},
+    "cause": None,
+    "detail": "",
+}
 
 
 @pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For blocks that do not come."""
-    monkeypatch.setattr(canary, "APPEAR_S", 0.5)
+    monkeypatch.setattr(canaries, "APPEAR_S", 0.5)
 
 
 @pytest.fixture
@@ -43,15 +52,10 @@ async def begin(redis_url: str, **how: Any) -> Side:
     return side
 
 
-async def sent(side: Side, *, send: Send | None = None, index: Index | None = None) -> Any:
+async def sent(side: Side, index: Index | None = None) -> Any:
     """The report on the one replica."""
-
-    async def to_the_engine(replica_id: str, request: GenerateRequest) -> None:
-        await side.generate(request)
-
-    (report,) = await Canaries(
-        index or side.index, side.fleet, send or to_the_engine, lambda: ["a"], block_size=4
-    ).run()
+    links = cast("Links", side)
+    (report,) = await Canaries(index or side.index, side.fleet, links, block_size=4).run()
     return report
 
 
@@ -97,11 +101,14 @@ async def test_a_replica_that_caches_nothing_is_not_waited_for(redis_url: str) -
     await side.close()
 
 
-async def test_a_replica_that_does_not_answer_says_why(side: Side) -> None:
-    async def refuse(replica_id: str, request: GenerateRequest) -> None:
+async def test_a_replica_that_does_not_answer_says_why(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(request: GenerateRequest) -> None:
         raise UnansweredError("it is silent for 15 s")
 
-    report = await sent(side, send=refuse)
+    monkeypatch.setattr(side, "generate", refuse)
+    report = await sent(side)
     assert (report["cause"], report["detail"]) == ("no answer", "it is silent for 15 s")
     assert (report["answered_s"], report["blocks"]["redis"]) == (None, None)
 
@@ -134,3 +141,20 @@ async def test_a_canary_fits_where_little_fits(redis_url: str) -> None:
     side = await begin(redis_url, facts=facts(max_model_len=11))
     assert (await sent(side))["blocks"] == {"expected": 2, "redis": 2, "mirror": 2}
     await side.close()
+
+
+def test_successful_canaries_share_a_line_and_lost_ones_have_a_line_each() -> None:
+    lost = CANARY | {"id": "b", "cause": "nothing published", "seen_s": None}
+    lost["blocks"] = {"expected": 3, "redis": 0, "mirror": 0}
+    ranks = [CANARY | {"id": id_} for id_ in ("a.0", "a.1", "c")]
+    seen, wrong = checks({"router": "r1", "replicas": [lost, *ranks]})
+    assert seen.grade == "ok"
+    assert "by 2 replicas" in seen.finding
+    assert (wrong.name, wrong.grade) == ("canary of b", "wrong")
+    assert wrong.finding == "nothing published; of 3 blocks 0 in Redis, 0 in the router"
+    assert wrong.remedy
+
+
+def test_a_canary_without_caching_is_ok() -> None:
+    (check,) = checks({"router": "r1", "replicas": [CANARY | {"cause": "caching is off"}]})
+    assert check.grade == "ok"
