@@ -26,7 +26,6 @@ from kvroute.router.endpoints import (
     docs_routes,
     missing_routes,
     openai_routes,
-    ui_routes,
 )
 from kvroute.router.middleware.entrance import Entrance, gate_of
 from kvroute.router.middleware.open_requests import Admission
@@ -47,7 +46,7 @@ log = logging.getLogger("kvroute.ingress")
 LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with HTTP routes of the core
-    *(openai_routes, cluster_routes, docs_routes, ui_routes),
+    *(openai_routes, cluster_routes, docs_routes),
 )
 
 

@@ -1,7 +1,7 @@
 """Checks recent requests: causes of cache misses, changed chats, busy replicas, and waits."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
@@ -69,26 +69,10 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     ),
 }
 
-BROKEN_SHARE = 0.05  # a warning if chats that change cost more than this share of prompt tokens
-MOVE = "put changing text, such as dates and ids, at the end: into the last user message"
-REMEDIES = {  # part of the chat that changes -> remedy; other parts: MOVE
-    "tools": "send the same tools in the same order with each turn",
-    "template": "perhaps the chat template moves tools or drops earlier reasoning; "
-    "chat_template_kwargs may prevent this",
-}
 SLOW = (
     "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q "
     "-d PERFORMANCE) and other programs on its machine, or replace it"
 )
-WHERE = {  # part of the chat that changes -> its description
-    "system": "in the system message",
-    "developer": "in the developer's message",
-    "user": "in a user's message",
-    "assistant": "in an assistant's message",
-    "tool": "in a tool's result",
-    "tools": "in the definitions of tools",
-    "template": "although all messages are the same",
-}
 
 
 def hits(ledger: Facts) -> Iterator[Check]:
@@ -102,8 +86,6 @@ def hits(ledger: Facts) -> Iterator[Check]:
     if requests < FEW_REQUESTS:
         yield Check("hits", "ok", f"{requests} requests in {_minutes(ledger)}: too few to judge")
         return
-    broken = list(_broken(tokens.get("broken", 0), ledger.get("broken") or (), total))
-    yield from broken
     causes = [cause for cause in LIMITS if tokens[cause] > LIMITS[cause].share * total]
     for cause in causes:
         share, limit = tokens[cause] / total, LIMITS[cause]
@@ -111,33 +93,8 @@ def hits(ledger: Facts) -> Iterator[Check]:
         further = (feature.misses.get(cause) for feature in FEATURES)
         remedy = "; ".join([limit.remedy, *filter(None, further)])
         yield Check("hits", "warning", finding, remedy)
-    if not causes and not broken:
+    if not causes:
         yield Check("hits", "ok", f"in {_minutes(ledger)}, {_shares(tokens, total)}")
-
-
-def _broken(tokens: int, places: Sequence[Facts], total: int) -> Iterator[Check]:
-    """Check for chats whose earlier messages change from turn to turn.
-
-    Args:
-        tokens: Number of tokens that missed the cache because a chat changed.
-        places: Places where chats change, the most costly first.
-        total: Number of all prompt tokens.
-    """
-    notable = [place for place in places if place["tokens"] > BROKEN_SHARE * total]
-    for place in notable:
-        share = (
-            f"{place['tokens'] / total:.0%} of prompt tokens missed the cache because chats change"
-        )
-        remedy = REMEDIES.get(place["role"], MOVE)
-        yield Check("hits", "warning", f"{share} {_where(place)}", remedy)
-    if not notable and tokens > BROKEN_SHARE * total:
-        share = f"{tokens / total:.0%} of prompt tokens missed the cache because chats change"
-        yield Check("hits", "warning", f"{share} at many places before their end", MOVE)
-
-
-def _where(place: Facts) -> str:
-    kind = f": {place['kind']}" if place.get("kind") else ""
-    return f"at token {place['token']:,}, {WHERE.get(place['role'], 'in a message')}{kind}"
 
 
 def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:

@@ -10,6 +10,7 @@ from kvroute.features import (
     batches,
     changes,
     keys,
+    page,
     prefixes,
     pulls,
     responses,
@@ -30,6 +31,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     changes.ChatChanges(),
     pulls.Pulling(),
     audit.Auditing(),
+    page.LivePage(),
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)

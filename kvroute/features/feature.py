@@ -55,10 +55,11 @@ class TermText(NamedTuple):
 class Paths(NamedTuple):
     """What the router has to know about the paths of HTTP routes before it finds their route.
 
-    `use`, `observe`, `read` and `manage` say which role a caller needs (gate.py). Each path in them
-    stands for the paths below it, too. A path that is in none of them needs the role manage.
+    `everybody`, `use`, `observe`, `read` and `manage` say which role a caller needs (gate.py). Each
+    path in them stands for the paths below it, too. A path in none of them needs the role manage.
     """
 
+    everybody: Sequence[str] = ()  # no role
     use: Sequence[str] = ()  # the role use
     observe: Sequence[str] = ()  # the role observe
     read: Sequence[str] = ()  # the role observe for GET, and the role manage for other methods
@@ -147,6 +148,10 @@ class Feature:
     def before_start(self) -> "Mapping[str, CheckOptions]":
         """Return checks of its options before `kvroute serve` starts anything, by name."""
         return {}
+
+    def first_steps(self, options: Any, url: str) -> Iterable[str]:
+        """Return lines for the user to read when a cluster has started at this address."""
+        return ()
 
     # Its sides in the processes.
 

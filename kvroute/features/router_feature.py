@@ -1,10 +1,11 @@
 """What a feature does in the router of one model. Each method has an empty default."""
 
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvroute.features.expanded import Expanded
+from kvroute.features.figure import Figure
 from kvroute.features.placing_feature import PlacingFeature
 
 if TYPE_CHECKING:
@@ -114,19 +115,9 @@ class RouterFeature(PlacingFeature):
     # What operators see.
 
     def state(self) -> Mapping[str, Any] | None:
-        """Return its state as JSON, for GET /v1/cluster, the live page and the doctor."""
+        """Return its state as JSON, for GET /v1/cluster and the doctor."""
         return None
 
-    async def live(self) -> Mapping[str, Any] | None:
-        """Return what only the live page shows of it, as JSON; None: nothing."""
-        return None
-
-    def sample(self) -> Mapping[str, float | None]:
-        """Return values for the charts of the live page, which are sampled every ten seconds."""
-        return {}
-
-
-async def live_states(features: Iterable[RouterFeature]) -> dict[str, Mapping[str, Any]]:
-    """Return what only the live page shows of features, by name."""
-    states = {feature.name: await feature.live() for feature in features}
-    return {name: state for name, state in states.items() if state is not None}
+    async def figures(self) -> Sequence[Figure]:
+        """Return figures for those who watch the router; none if it does nothing now."""
+        return ()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvroute.features.figure import Figure
 from kvroute.features.own_methods import own_methods
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class RouterService:
     """What one feature has once in a router. It may import the core, and no other feature."""
 
-    name = ""  # the name of its folder, which is the key of its facts and of its live state
+    name = ""  # the name of its folder, which is the key of its facts
     running: "Sequence[asyncio.Task[None]]" = ()  # its tasks, none of which ends by itself
 
     # Its life, in this order.
@@ -47,9 +48,9 @@ class RouterService:
         """Return its state as JSON, for `Feature.checks` of the doctor."""
         return {}
 
-    def live(self) -> Mapping[str, Any] | None:
-        """Return its state as JSON, for the live page; None: it has nothing to show."""
-        return None
+    def figures(self) -> Sequence[Figure]:
+        """Return figures for those who watch the router; none if it does nothing now."""
+        return ()
 
 
 class RouterServices:
@@ -60,7 +61,7 @@ class RouterServices:
         self._all = services
         self._by_name = {service.name: service for service in services}
         self._factual = own_methods(services, RouterService.facts)
-        self._live = own_methods(services, RouterService.live)
+        self._figures = own_methods(services, RouterService.figures)
 
     def get(self, name: str) -> RouterService | None:
         """Return the service of a feature; None: it is off."""
@@ -101,6 +102,6 @@ class RouterServices:
         found = await asyncio.gather(*(facts() for facts in self._factual))
         return {facts.__self__.name: each for facts, each in zip(self._factual, found, strict=True)}
 
-    def live(self) -> dict[str, Mapping[str, Any] | None]:
-        """Return the states for the live page, by the name of the feature."""
-        return {live.__self__.name: live() for live in self._live}
+    def figures(self) -> list[Figure]:
+        """Return the figures of all services."""
+        return [figure for figures in self._figures for figure in figures()]

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from kvroute.deployments import APPLICATION, ROUTERS
+from kvroute.features import FEATURES
 from kvroute.local.attach import AttachedFleet, attached
 from kvroute.local.before_start import (
     OF_MACHINE,
@@ -243,8 +244,8 @@ def first_steps(url: str, model: str, settings: ServeSettings) -> Iterator[str]:
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d "
         f"{shlex.quote(body)}"
     )
-    if settings.ui:
-        yield f"live page: {url}/ui"
+    for feature in FEATURES:
+        yield from feature.first_steps(settings, url)
 
 
 def _report(

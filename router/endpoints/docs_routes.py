@@ -20,7 +20,6 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.chat_list import CHAT_BATCH
 from kvroute.router.api.scoring import SCORING
-from kvroute.router.endpoints.ui_routes import HEADERS
 
 SUMMARIES = {  # route whose endpoint has no docstring -> what it does
     CHAT_COMPLETIONS: "OpenAI's chat completions.",
@@ -40,6 +39,15 @@ INTRODUCTION = (
     "Fields, headers and receipts are in docs/api.md of kvroute's repository, errors in "
     "docs/errors.md. /openapi.json has this list for programs."
 )
+HEADERS = {  # of HTML pages
+    # Nothing from clients may run as code or be sent to another server.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 routes = APIRouter()
 
@@ -53,7 +61,7 @@ async def docs(request: Request) -> Response:
     )
     page = (
         "<!doctype html><html lang=en><meta charset=utf-8><title>kvroute: routes</title>"
-        f"<h1>Routes of kvroute</h1><p>{INTRODUCTION}<p><a href=ui>Live page</a>"
+        f"<h1>Routes of kvroute</h1><p>{INTRODUCTION}"
         f"<table><tr><th>Method<th>Path<th>{rows}</table>"
     )
     return HTMLResponse(page, headers=HEADERS)

@@ -14,8 +14,8 @@ from kvroute.router.api.calls import (
 )
 from kvroute.router.api.scoring import SCORING
 
-# Everybody may use these; the data that /ui shows needs a role.
-EVERYBODY = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
+# Everybody may use these.
+EVERYBODY = ("/health", "/ping", "/docs", "/openapi.json", *PATHS.everybody)
 ANY = ("/v1/models", "/version")  # any role
 USE = (  # the role use
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
@@ -31,7 +31,7 @@ def roles_for(method: str, path: str) -> Sequence[Role]:
 
     A route that is in none of the lists above or of PATHS needs the role manage.
     """
-    if path == "/" or _is_in(path, EVERYBODY):  # "/" redirects to /ui
+    if path == "/" or _is_in(path, EVERYBODY):
         return ()
     if _is_in(path, ANY):
         return ROLES

@@ -18,13 +18,10 @@ from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.observers import RequestObservers
+from kvroute.router.observability.queue_report import RecentWaits
+from kvroute.router.observability.recent_requests import RecentAnswers, RecentTokens
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
-from kvroute.router.page.prompt_changes import PromptChanges
-from kvroute.router.page.recent import Recent
-from kvroute.router.page.recent_answers import RecentAnswers
-from kvroute.router.page.recent_waits import RecentWaits
-from kvroute.router.page.traffic import Traffic
 from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
@@ -33,7 +30,7 @@ from kvroute.store.index import Index
 
 
 class Telemetry:
-    """Metrics, request log, spans, and the last decisions."""
+    """Metrics, request log, spans, and sums of the last minutes."""
 
     def __init__(
         self,
@@ -50,11 +47,9 @@ class Telemetry:
             additional: the observer of the router's other parts, which is called first.
             ranks: returns how many ranks get requests at the moment.
         """
-        self.recent = Recent()
+        self.recent_tokens = RecentTokens()
         self.recent_waits = RecentWaits()
         self.recent_answers = RecentAnswers()
-        self.places = PromptChanges()
-        self.traffic = Traffic() if settings.ui else None  # None: there is no live page
         self._router_id = router_id
         self._settings = settings
         self._log = _request_log(router_id, settings, ranks)
@@ -66,11 +61,9 @@ class Telemetry:
             additional,
             self._log,
             self._metrics,
-            self.recent,
+            self.recent_tokens,
             self.recent_waits,
-            self.places,
             self.recent_answers,
-            self.traffic,
             *(feature.observer for feature in features),
             request_spans.dispatches(),
         )

@@ -32,7 +32,6 @@ from kvroute.router.index.handshake import Handshake
 from kvroute.router.observability.neighbours import Neighbours
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.telemetry import Telemetry
-from kvroute.router.page.recorder import Recorder
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.holding import Answer, Holding
@@ -160,7 +159,6 @@ class Parts:
         # Monitoring.
         deployed = DeployedReplicas(partial(read_deployed, deployments))
         self.states = StatesReader(self.links, self.liveness, self.fleet, deployed)
-        self.recorder = _recorder(self)
 
         for side in self.features:
             side.attach(self)
@@ -203,13 +201,4 @@ def _handshake(base: RouterBase) -> Handshake:
             block_size=settings.block_size,
             variants=digests(settings.adapters),
         )
-    )
-
-
-def _recorder(parts: Parts) -> Recorder | None:
-    """Return the recorder of the live page's charts; None: the page is off."""
-    if parts.telemetry.traffic is None:
-        return None
-    return Recorder(
-        parts.telemetry.traffic, fleet=parts.fleet, queue=parts.queue, features=parts.features
     )

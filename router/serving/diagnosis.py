@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 from kvroute.features.gate import Gate
 from kvroute.process import ray_internals
 from kvroute.process.clock_offset import offset
-from kvroute.router.page.recent import summed
+from kvroute.router.observability.recent_requests import summed
 from kvroute.router.serving.status import Status, feature_states
 from kvroute.store.connection import REDIS_ERRORS, refusal, with_timeout
 
@@ -79,7 +79,9 @@ class Diagnosis:
                 "has_keys": not gate.is_open,
                 "problem": gate.problem,
             },
-            "hits": self._hits(),
+            "hits": summed(
+                [sums for model in self._models for sums in model.recent_sums().values()]
+            ),
             "queues": [model.queue() for model in self._models],
             **feature_states(self._models),
             "serve": {
@@ -91,13 +93,6 @@ class Diagnosis:
             "nodes": nodes,
             "versions": versions(),
         }
-
-    def _hits(self) -> Facts:
-        """Return the tokens of recent prompts by cause, and the places where chats changed."""
-        sums = [replica_sums for model in self._models for replica_sums in model.recent_sums()]
-        places = [place for model in self._models for place in model.broken_places()]
-        places.sort(key=lambda place: -place["tokens"])
-        return summed(sums) | {"broken": places}
 
     async def _index_facts(
         self,

@@ -64,8 +64,6 @@ class Lifecycle:
             "unstarted": parts.dispatcher.unstarted.run(),
             "neighbours": parts.neighbours.run(),
         }
-        if parts.recorder is not None:
-            coroutines["recorder"] = parts.recorder.run()
         for room in parts.rooms:
             coroutines[f"waiting room: {room.line.reason}"] = room.run()
         for side in parts.features:

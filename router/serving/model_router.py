@@ -2,16 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 from kvroute.blocks.variants import MAX_NAME
 from kvroute.features.own_methods import own_methods
-from kvroute.features.router_feature import RouterFeature, live_states
-from kvroute.process.draining import draining
+from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import Call
-from kvroute.router.page.live import Live
-from kvroute.router.page.view import View
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.request_handler import RequestHandler
@@ -29,14 +25,14 @@ class ModelRouter:
         self.name = settings.served_model_name
         self.settings = settings
         self._named_adapters = frozenset(adapter.name for adapter in settings.adapters)
-        self._features = parts.features
-        self._variants = own_methods(self._features, RouterFeature.variant)
-        self._look_for = own_methods(self._features, RouterFeature.look_for)
+        self.features = parts.features
+        self._variants = own_methods(self.features, RouterFeature.variant)
+        self._look_for = own_methods(self.features, RouterFeature.look_for)
         # The methods of features that override them.
         self.cards: list[Callable[[str], Sequence[Mapping[str, Any]]]] = own_methods(
-            self._features, RouterFeature.cards
+            self.features, RouterFeature.cards
         )
-        self._entered = own_methods(self._features, RouterFeature.entered)
+        self._entered = own_methods(self.features, RouterFeature.entered)
         self.extending = parts.extending
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
@@ -44,8 +40,6 @@ class ModelRouter:
         self.max_model_len = parts.max_model_len
         self.telemetry = parts.telemetry
         self.unreadable = parts.unreadable  # of all records, also those of the whole cluster
-        self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
-        self.recorder = parts.recorder  # None: the page is off
 
     def variant(self, model: str | None, tenant: str = "") -> str | None:
         """Return the variant that a client requests as `variant` or as `model:variant`.
@@ -68,7 +62,7 @@ class ModelRouter:
 
     def feature(self, kind: type[F]) -> F:
         """Return the side of a feature that is never off."""
-        return next(side for side in self._features if isinstance(side, kind))
+        return next(side for side in self.features if isinstance(side, kind))
 
     async def look_for(self, model: str) -> None:
         """Let features look for the variant of a name, unless it is longer than any name."""
@@ -85,20 +79,3 @@ class ModelRouter:
         for entered in self._entered:
             call = kept.enter_context(entered(call))
         return call
-
-
-def _live(parts: Parts, status: Status) -> Live:
-    view = View(
-        parts.telemetry.recent,
-        parts.settings,
-        places=parts.telemetry.places,
-        index=parts.index,
-        fleet=parts.fleet,
-        feed=parts.feed,
-        states=parts.states.read,
-        live=partial(live_states, parts.features),
-        queue=status.queue,
-        features=status.features,
-        peers=parts.subscriber,
-    )
-    return Live(view.snapshot, draining)

@@ -12,9 +12,9 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.features import FEATURES
 from kvroute.router.api.load_report import cluster_load
 from kvroute.router.connections.replica_states import ReplicaStates
+from kvroute.router.observability.queue_report import queue_report
+from kvroute.router.observability.recent_requests import Sums
 from kvroute.router.observability.targets import Target, targets
-from kvroute.router.page import waiting
-from kvroute.router.page.recent import Sums
 from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.serving.assembly import Parts
 from kvroute.store.connection import REDIS_ERRORS
@@ -112,13 +112,13 @@ class Status:
 
     def queue(self) -> dict[str, Any]:
         """Return the waiting requests of this router and of all known routers, and recent waits."""
-        now = waiting.as_json(self._parts.queue, time.monotonic())
+        now = queue_report(self._parts.queue, time.monotonic())
         recent = self._parts.telemetry.recent_waits.as_json()
         return {"model": self._model, **now, "recent": recent}
 
     def recent(self) -> dict[str, Any]:
         """Return this router's recent requests: rate, cache hits, times to first token."""
-        sums = self.recent_sums()
+        sums = self.recent_sums().values()
         return {
             "model": self._model,
             **self._parts.telemetry.recent_answers.as_json(),
@@ -217,17 +217,9 @@ class Status:
         """Return the requests that stopped a replica and are refused for some minutes."""
         return [{"model": self._model, **entry} for entry in self._parts.blamed.as_json()]
 
-    def recent_sums(self) -> list[Sums]:
-        """Return the sums over the prompts of the last minutes, for each replica."""
-        return list(self._parts.telemetry.recent.window.sums().values())
-
-    def broken_places(self) -> list[dict[str, Any]]:
-        """Return the recent places at which chats changed text of an earlier turn.
-
-        The place that lost the most cached tokens comes first.
-        """
-        places = self._parts.telemetry.places.worst()
-        return [{**place, "model": self._model} for place in places]
+    def recent_sums(self) -> dict[str, Sums]:
+        """Return the sums over the prompts of the last minutes, by replica."""
+        return self._parts.telemetry.recent_tokens.sums()
 
     def _replica(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
         return {

@@ -4,14 +4,18 @@ import time
 from typing import Any
 
 from kvroute.batch.usage import TokenUsage
-from kvroute.features.batches.batch_state import Snapshot
 from kvroute.features.batches.batches import Batches
 from kvroute.features.batches.files import Files
 from kvroute.features.batches.runner import BatchRunner
+from kvroute.features.figure import Figure
 from kvroute.process.exposition import Readings
+from kvroute.wording import plural
 
 MAX_SHOWN = 100  # the most batches in the facts
-MAX_LIVE = 20  # the most batches on the live page
+ABOUT = (  # explains the figure
+    "Batches that have not ended, of all routers. The time left is that of this router's batches. "
+    "kvroute batch list has each batch."
+)
 
 
 def export(runner: BatchRunner, readings: Readings) -> None:
@@ -55,30 +59,31 @@ def export(runner: BatchRunner, readings: Readings) -> None:
     )
 
 
-def live(runner: BatchRunner) -> dict[str, Any]:
-    """Return the batches that have not ended, for the live page."""
-    batches = [_live(snapshot, runner) for snapshot in runner.unfinished[:MAX_LIVE]]
-    return {"batches": batches, "others": max(0, len(runner.unfinished) - MAX_LIVE)}
-
-
-def _live(snapshot: Snapshot, runner: BatchRunner) -> dict[str, Any]:
-    run = runner.runs.get(snapshot.id)
-    progress = run.counted() if run else snapshot.progress
-    return {
-        "id": snapshot.id,
-        "status": snapshot.status,
-        "endpoint": snapshot.record.endpoint,
-        "created_at": snapshot.record.created_at,
-        "expires_at": snapshot.record.expires_at,
-        "total": snapshot.started.total if snapshot.started else None,
-        "completed": progress.completed,
-        "failed": progress.failed,
-        "prompt_tokens": progress.usage.prompt_tokens,
-        "cached_tokens": progress.usage.cached_tokens,
-        # Only the router that runs the batch knows its speed.
-        "needed_s": round(run.needed_s) if run and run.needed_s else None,
-        "pause": runner.paused.get(snapshot.id, ""),
-    }
+def figures(runner: BatchRunner) -> list[Figure]:
+    """Return how far the batches are that have not ended."""
+    unfinished = runner.unfinished
+    if not unfinished:
+        return []
+    runs = [runner.runs.get(snapshot.id) for snapshot in unfinished]
+    progress = [
+        run.counted() if run else snapshot.progress
+        for run, snapshot in zip(runs, unfinished, strict=True)
+    ]
+    total = sum(snapshot.started.total for snapshot in unfinished if snapshot.started)
+    failed = sum(each.failed for each in progress)
+    done = sum(each.completed for each in progress) + failed
+    prompt_tokens = sum(each.usage.prompt_tokens for each in progress)
+    cached_tokens = sum(each.usage.cached_tokens for each in progress)
+    left_s = max((run.needed_s for run in runs if run), default=0.0)
+    notes = (
+        f"{done:,} of {plural(total, 'line')}",
+        f"{failed:,} failed" if failed else "",
+        f"{cached_tokens / prompt_tokens:.0%} of prompt tokens cached" if prompt_tokens else "",
+        f"about {left_s / 60:.0f} min left" if left_s else "",
+        *sorted({*runner.paused.values()}),
+    )
+    note, is_paused = "; ".join(filter(None, notes)), bool(runner.paused)
+    return [Figure("Batches", f"{len(unfinished):,}", note, ABOUT, is_paused)]
 
 
 async def facts(

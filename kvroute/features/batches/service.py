@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvroute.features.batches.runner import BatchRunner
 from kvroute.features.batches.stores.file_places import FilePlaces
 from kvroute.features.batches.stores.file_store import UNLIMITED, StoreFullError
 from kvroute.features.batches.stores.folder import Folder
+from kvroute.features.figure import Figure
 from kvroute.features.gate import Caller
 from kvroute.features.router_service import RouterService, RouterServices
 from kvroute.process.exposition import Readings
@@ -115,8 +116,8 @@ class BatchService(RouterService):
                 problem = f"the folder for files cannot be used: {error}"
         return {"problem": problem, "is_default": self._is_default}
 
-    def live(self) -> dict[str, Any] | None:
-        return None if self.problem else report.live(self.runner)
+    def figures(self) -> Sequence[Figure]:
+        return () if self.problem else report.figures(self.runner)
 
     async def stop(self) -> None:
         """End the runs of this router, so that other routers go on with them.

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from xxhash import xxh32_intdigest
 
+from kvroute.features.changes.change_checks import figures
+from kvroute.features.changes.changed_places import PromptChanges
 from kvroute.features.changes.chats import Chats
 from kvroute.features.changes.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
+from kvroute.features.figure import Figure
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, RESPONSES
 from kvroute.router.prompts.chat_template import without_header
@@ -30,6 +33,7 @@ class RouterChanges(RouterFeature):
     def __init__(self, tokenizer: "Prompts") -> None:
         self._tokenizer = tokenizer
         self._chats = Chats()
+        self.observer = self._places = PromptChanges()
 
     def change(
         self, expanded: "Expanded", rendered: "RenderedCall", variant: str, *, is_sent: bool
@@ -48,6 +52,12 @@ class RouterChanges(RouterFeature):
             text = self._tokenizer.decode(prompt[broken.difference.around(CONTEXT_TOKENS)])
             broken = replace(broken, kind=kind_of(text))
         return broken
+
+    def state(self) -> Mapping[str, Any]:
+        return self._places.as_json()
+
+    async def figures(self) -> Sequence[Figure]:
+        return figures(self._places.as_json())
 
 
 def with_image_numbers(token_ids: "TokenIds", features: Sequence["MediaFeature"]) -> "TokenIds":

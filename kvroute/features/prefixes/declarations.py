@@ -2,13 +2,14 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from heapq import nlargest
 from typing import Any
 
 from kvroute.blocks.tiers import GPU, HOST, Tier, up_to
 from kvroute.contract.own_names import own_id
 from kvroute.contract.records import ReplicaRecord
+from kvroute.features.figure import Figure
 from kvroute.features.gate import ANYONE, Caller
 from kvroute.features.prefixes import CANNOT_PIN, OF_ANOTHER_TENANT, TOO_MANY
 from kvroute.features.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
@@ -22,6 +23,11 @@ from kvroute.store.connection import REDIS_ERRORS
 from kvroute.wording import plural
 
 MAX_PREFIXES = 1_000  # the most versions of all named prefixes together
+MOST = 20  # the most prefixes whose warmth `figures` checks
+ABOUT = (  # explains the figure
+    "Prompt tokens that came from a cache since replicas keep declared prefixes warm, of all "
+    "routers. GET /v1/prefixes has each prefix."
+)
 
 Records = list[ReplicaRecord]
 Uses = Mapping[str, tuple[int, int]]  # id -> number of prompts with a hit, tokens that they saved
@@ -95,28 +101,27 @@ class Declarations:
         latest = {prefix.id: prefix for prefix in prefixes if is_visible(prefix, caller)}
         return [self._as_json(prefix, records, uses) for prefix in latest.values()]
 
-    async def most_useful(self, limit: int) -> dict[str, Any]:
-        """Return the prefixes that saved the most tokens, and the number of all other prefixes.
+    async def figures(self) -> Sequence[Figure]:
+        """Return what all prefixes have saved, and which of the most useful ones are not warm.
 
-        Every client with the role `observe` may read the result. So prefixes that only one tenant
-        can use are only counted.
-
-        Args:
-            limit: the most prefixes to return.
+        Every client with the role `observe` may read the result. So it has no names of prefixes
+        that only one tenant can use.
         """
         records, uses = await self._status()
         latest = {prefix.id: prefix for prefix in self._catalogue.all()}
         visible = [prefix for prefix in latest.values() if not prefix.namespace]
-        best = nlargest(limit, visible, key=lambda prefix: uses.get(prefix.id, (0, 0))[1])
-        shown = []
-        for prefix in best:
-            shown.append(self._as_json(prefix, records, uses))
-            await asyncio.sleep(0)  # let other tasks run: describing a prefix takes milliseconds
-        return {
-            "prefixes": shown,
-            "others": len(visible) - len(best),
-            "of_tenants": len(latest) - len(visible),
-        }
+        cold = []
+        for prefix in nlargest(MOST, visible, key=lambda prefix: uses.get(prefix.id, (0, 0))[1]):
+            assigned = assigned_records(prefix, records)
+            if len(self._warm(prefix, assigned)) < len(assigned):
+                cold.append(prefix.label)
+            await asyncio.sleep(0)  # let other tasks run: a look at a prefix takes milliseconds
+        if not latest:
+            return []
+        prompts, tokens = (sum(counts) for counts in zip((0, 0), *uses.values(), strict=True))
+        note = f"in {plural(prompts, 'prompt')}; {len(latest):,} declared, "
+        note += f"not warm on all replicas: {', '.join(cold[:3])}" if cold else "all of them warm"
+        return [Figure("Saved by named prefixes", plural(tokens, "token"), note, ABOUT)]
 
     async def get(self, name: str, caller: Caller = ANYONE) -> dict[str, Any]:
         """Return the newest version of the prefix with this name.

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.generation import TokenIds
+from kvroute.features.figure import Figure
 from kvroute.features.opening import Opening
 from kvroute.features.prefixes.catalogue import Catalogue
 from kvroute.features.prefixes.composer import PrefixComposer
@@ -30,8 +31,7 @@ HEADER = "x-kvroute-prefix"  # header with the name of a declared prefix
 FIELDS = ("task_id", "prefix_id")  # fields of a body with such a name
 # Description of a valid name, for error messages.
 NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
-LIVE_S = 5.0  # time between two updates of the live page, since the counts are in Redis
-SHOWN = 20  # named prefixes that the live page shows
+FIGURES_S = 5.0  # time between two updates of the figures, since the counts are in Redis
 
 _id = TypeAdapter[str](PrefixId)
 
@@ -50,8 +50,8 @@ class RouterPrefixes(RouterFeature):
         self._block_size = base.settings.block_size
         self._tasks = tasks
         self._composer = PrefixComposer(base.tokenizer)
-        self._live: Mapping[str, Any] = {}
-        self._live_until_s = 0.0
+        self._figures: Sequence[Figure] = ()
+        self._figures_until_s = 0.0
 
     def attach(self, parts: "Parts") -> None:
         base = self._base
@@ -82,11 +82,11 @@ class RouterPrefixes(RouterFeature):
             self._catalogue.saved_tokens,
         )
 
-    async def live(self) -> Mapping[str, Any]:
-        if time.monotonic() >= self._live_until_s:
-            self._live = await self.declarations.most_useful(SHOWN)
-            self._live_until_s = time.monotonic() + LIVE_S
-        return self._live
+    async def figures(self) -> Sequence[Figure]:
+        if time.monotonic() >= self._figures_until_s:
+            self._figures = await self.declarations.figures()
+            self._figures_until_s = time.monotonic() + FIGURES_S
+        return self._figures
 
 
 class NamedOpening(Opening):

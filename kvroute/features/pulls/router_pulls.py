@@ -1,13 +1,15 @@
 """The pulls and hand-overs of one model in one router: what the core calls."""
 
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvroute.contract.pull import PullAccess, PullResult
+from kvroute.features.figure import Figure
 from kvroute.features.pulls import pull_metrics
 from kvroute.features.pulls.hand_over import HandOver
 from kvroute.features.pulls.peer_pulls import PlannedPulls
 from kvroute.features.router_feature import RouterFeature
+from kvroute.wording import plural
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from kvroute.router.dispatch.generation import Generation
     from kvroute.router.serving.assembly import Parts
     from kvroute.router.serving.router_base import RouterBase
+
+# Explains the figure.
+ABOUT = "How fast replicas copy cached blocks from each other, over the slowest link of each."
 
 
 class RouterPulls(PlannedPulls, RouterFeature):
@@ -57,3 +62,10 @@ class RouterPulls(PlannedPulls, RouterFeature):
         """Return how fast each replica pulls (peer_pulls.py: PullRate), by its id."""
         speeds = {id_: speed._asdict() for id_, speed in self.speeds().items()}
         return {"speeds": speeds} if speeds else None
+
+    async def figures(self) -> Sequence[Figure]:
+        speeds = [speed.bytes_per_s / 1e9 for speed in self.speeds().values()]
+        if not speeds:
+            return ()
+        note = f"{plural(len(speeds), 'replica')} can pull, the slowest at {min(speeds):.2g} GB/s"
+        return [Figure("Fastest pull", f"{max(speeds):.2g} GB/s", note, ABOUT)]

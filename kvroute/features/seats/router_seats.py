@@ -2,24 +2,30 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
 from kvroute.contract.keep import NO_BLOCK
+from kvroute.features.figure import Figure
 from kvroute.features.line import Line
 from kvroute.features.router_feature import RouterFeature
 from kvroute.features.seats import seat_metrics
 from kvroute.features.seats.no_seat import no_seat
 from kvroute.features.seats.seats import IDLE_S, Seats, SeatState, SeatWaiter, WaitingSessions
 from kvroute.process.exposition import Readings
+from kvroute.wording import plural
 
 if TYPE_CHECKING:
     from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
     from kvroute.router.placement.fleet import Fleet
 
+ABOUT = (  # explains the figure
+    "Sessions need a seat to send requests, since the contexts of all sessions exceed the caches "
+    "or --max-sessions."
+)
 _decode = msgspec.msgpack.Decoder(WaitingSessions).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -82,12 +88,16 @@ class RouterSeats(RouterFeature):
     def state(self) -> Mapping[str, Any]:
         return as_json(self.seats.state(time.monotonic()))
 
-    def sample(self) -> Mapping[str, float | None]:
+    async def figures(self) -> Sequence[Figure]:
         state = self.seats.state(time.monotonic())
-        return {
-            "seats": state.seats if state.is_limited else None,
-            "seat_waiting": state.all_waiting,
-        }
+        if not state.is_limited:
+            return ()
+        note = f"of {plural(state.sessions, 'session')}; "
+        note += f"{plural(state.all_waiting, 'request')} waiting for a seat"
+        if state.all_waiting:
+            note += f", the oldest for {state.all_oldest_s:.0f} s"
+        is_bad = state.all_waiting > 0
+        return [Figure("Sessions with a seat", f"{state.seats:,}", note, ABOUT, is_bad)]
 
 
 class SeatLine(Line[Any, SeatWaiter[Any]]):

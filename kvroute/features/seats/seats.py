@@ -73,7 +73,7 @@ class SeatWaiter(Waiter[R]):
 
 @dataclass(frozen=True, slots=True)
 class SeatState:
-    """The state of the seats, for metrics and the live page."""
+    """The state of the seats, for operators."""
 
     is_limited: bool  # requests without a seat have to wait
     most: int | None  # number of seats, if the operator has set it

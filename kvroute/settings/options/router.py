@@ -89,16 +89,6 @@ class RouterOptions(CommonOptions):
             basic=SERVE_AND_ATTACH,
         ),
     ] = None
-    ui: Annotated[
-        bool,
-        Option(
-            LOGS,
-            "Serve a live page at /ui with replicas, their caches, cache hits and routing "
-            "decisions.",
-            example="1 or 0",
-            flags=("--ui/--no-ui",),
-        ),
-    ] = True
     hang_timeout_s: Annotated[
         float,
         Field(ge=2),

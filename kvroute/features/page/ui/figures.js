@@ -1,6 +1,6 @@
-// The eight figures at the top: the fleet now.
+// The figures at the top: the fleet now, and what features do.
 
-import { count, el, percent, plural, seconds, setText } from "./dom.js";
+import { arrange, count, el, layOut, percent, plural, seconds, setText } from "./dom.js";
 import { hitTokens, totalTokens } from "./ledger.js";
 import { explain } from "./tips.js";
 
@@ -9,7 +9,6 @@ const ABOUT = {
   "First token": "Time from a request’s arrival to its first token, with the time in the queue.",
   "In flight": "Requests that this router has sent to replicas and that have not ended. Below: the engines’ own counts, for all routers, which are about a second old.",
   Queued: "Requests that all routers hold back while every replica is busy.",
-  "Sessions with a seat": "While the contexts of all sessions exceed the caches, sessions need a seat to send requests.",
   "Requests answered":
     "Requests of this router whose answer has ended: all of it was sent, or the client has left. An answer that another replica continued counts once.",
   "Replicas ready": "Replicas that get requests, of those that Ray Serve keeps running.",
@@ -17,10 +16,13 @@ const ABOUT = {
 };
 
 const MISSING = ["silent", "away", "starting", "lost"]; // states of replicas that are wanted and not ready
+const WIDTH = 170; // pixels that a figure needs
 const list = document.getElementById("figures");
+const boxes = new Map(); // by title
+new ResizeObserver(() => layOut(list, WIDTH)).observe(document.body);
 const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
 
-export function showFigures(router, ledger, replicas, decisions, queue, seats) {
+export function showFigures(router, ledger, replicas, decisions, queue, ofFeatures) {
   const minutes = `last ${Math.round(ledger.window_s / 60)} minutes`;
   const ready = processes(replicas.filter(({ state }) => state === "ready" || state === "degraded"));
   const missing = replicas.filter(({ state }) => MISSING.includes(state));
@@ -30,24 +32,29 @@ export function showFigures(router, ledger, replicas, decisions, queue, seats) {
     ["First token", ...firstToken(decisions)],
     ["In flight", count(router.in_flight), engines(replicas)],
     ["Queued", count(queue.all_routers.requests), queueNote(queue), sum(queue.recent.refused) > 0],
-    ["Sessions with a seat", ...seatFigure(seats)],
     ["Requests answered", count(ledger.requests), minutes],
     ["Replicas ready", `${count(ready)} of ${count(wanted)}`, missingNote(missing), ready < wanted],
     ["Index", router.index.reachable ? "Up to date" : "Not reachable", indexNote(router.index), !router.index.reachable],
-  ];
-  figures.forEach(([name, value, note, isBad], i) => {
-    const box = list.children[i] ?? list.appendChild(figure(name));
-    setText(box.querySelector(".value"), value);
-    setText(box.querySelector(".note"), note);
-    box.classList.toggle("bad", Boolean(isBad));
-  });
+  ].map(([title, value, note, isBad]) => [title, value, note, ABOUT[title], isBad]);
+  arrange(list, [...figures, ...ofFeatures].map(figure));
+  layOut(list, WIDTH);
 }
 
-function figure(name) {
-  const button = el("button", "term", name);
+// A figure of a feature has the same form (features/figure.py).
+function figure([title, value, note, about, isBad]) {
+  const box = boxes.get(title) ?? empty(title, about);
+  setText(box.querySelector(".value"), value);
+  setText(box.querySelector(".note"), note);
+  box.classList.toggle("bad", Boolean(isBad));
+  return box;
+}
+
+function empty(title, about) {
+  const button = el("button", "term", title);
   button.type = "button";
   const box = el("div", "", el("dt", "", button), el("dd", "value"), el("dd", "note"));
-  explain(button, ABOUT[name]);
+  explain(button, about);
+  boxes.set(title, box);
   return box;
 }
 
@@ -70,14 +77,6 @@ function queueNote(queue) {
     refused ? `${count(refused)} refused in ${Math.round(queue.recent.window_s / 60)} minutes` : null,
   ];
   return notes.filter(Boolean).join("; ");
-}
-
-function seatFigure(seats) {
-  if (!seats) return ["all", "seats are off"];
-  if (!seats.is_limited) return ["all", `${plural(seats.sessions, "session")} active; none needs one`];
-  const why = seats.most ? `--max-sessions ${count(seats.most)}` : `${count(seats.tokens)} tokens for ${count(seats.limit_tokens)}`;
-  const { waiting, oldest_s: oldest } = seats.all_routers;
-  return [count(seats.seats), `${plural(waiting, "request waits", "requests wait")} for one${waiting ? ` for up to ${seconds(oldest)}` : ""}: ${why}`, waiting > 0];
 }
 
 // Each rank of a replica has an entry: "replica.rank", or "replica" if there is one.

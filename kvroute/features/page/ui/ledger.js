@@ -3,18 +3,6 @@
 import { compact, count, el, percent, plural, setText } from "./dom.js";
 import { explain } from "./tips.js";
 
-// What changed where a chat's prefix broke, by its role.
-export const PLACES = {
-  system: "the system message",
-  developer: "the developer’s message",
-  user: "a user’s message",
-  assistant: "an assistant’s message",
-  tool: "a tool’s result",
-  tools: "the definitions of tools",
-  template: "all messages stay",
-  other: "a message",
-};
-
 // As in the table of docs/metrics.md.
 export const CAUSES = [
   ["hit", "came from the cache, as the router expected", ""],
@@ -109,12 +97,6 @@ function sentence(ledger, total) {
   const computed = total - hitTokens(ledger);
   return (
     `${plural(ledger.requests, "request")} in the last ${minutes} minutes had ${plural(total, "prompt token")}: ` +
-    `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed.${changes(ledger.broken[0], total)}`
+    `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed.`
   );
-}
-
-// The place where chats change that costs most, if there is one.
-function changes(place, total) {
-  if (!place) return "";
-  return ` Chats that change at token ${count(place.token)} (${PLACES[place.role]}) cost ${percent(place.tokens, total)}.`;
 }

@@ -1,20 +1,20 @@
-"""Waits in the queue and rejected requests of the last five minutes.
+"""What `kvroute status` and the doctor show of the queue: who waits, and who had to wait.
 
-`kvroute doctor` and the live page show them.
-
-Waits of batch requests are not counted, since batch requests are expected to wait.
+Recent waits are those of the last five minutes. Those of batch requests are not counted, since
+batch requests are expected to wait.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvroute.contract.priority import Priority
 from kvroute.router.admission.waits import Wait
-from kvroute.router.page.rolling_window import WINDOW_S, RollingWindow
+from kvroute.router.observability.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import RequestObserver
+from kvroute.router.queueing.queue import Queue, QueueState
 
 
 @dataclass(slots=True)
@@ -61,3 +61,39 @@ class RecentWaits(RequestObserver):
             "longest_s": round(max((part.longest_s for part in parts), default=0.0), 3),
             "refused": dict(refused),
         }
+
+
+def queue_report(queue: Queue[Any], now_s: float) -> dict[str, Any]:
+    """Return the number of requests, their prefill and the oldest wait, in total and by line.
+
+    `all_routers` includes the queues of other routers as they last reported them. These reports
+    leave out background requests (queueing/queue.py).
+    """
+    lines = queue.state(now_s)
+    here, elsewhere = total(lines.values()), queue.in_other_routers()
+    everywhere = total([here, elsewhere])
+    return _state(here) | {
+        "lines": {name: _state(state) for name, state in lines.items()},
+        "all_routers": {
+            "requests": everywhere.requests,
+            "prefill_s": round(everywhere.prefill_s, 3),
+        },
+    }
+
+
+def total(states: Iterable[QueueState]) -> QueueState:
+    """Return the sum of several lines or routers, with the longest wait of all."""
+    states = list(states)
+    return QueueState(
+        sum(state.requests for state in states),
+        sum(state.prefill_s for state in states),
+        max((state.oldest_s for state in states), default=0.0),
+    )
+
+
+def _state(state: QueueState) -> dict[str, Any]:
+    return {
+        "requests": state.requests,
+        "prefill_s": round(state.prefill_s, 3),
+        "oldest_s": round(state.oldest_s, 3),
+    }

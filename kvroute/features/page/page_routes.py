@@ -7,11 +7,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
+from kvroute.features.page.live import State
+from kvroute.features.page.router_page import RouterPage
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.errors import ApiError
-from kvroute.router.page.live import Live, State
-from kvroute.router.page.recorder import Recorder
-from kvroute.router.serving.model_router import ModelRouter
+from kvroute.router.endpoints.docs_routes import HEADERS
 from kvroute.router.serving.models import Models, Served
 
 PAGE = "index.html"
@@ -22,15 +22,6 @@ TYPES = {  # extension of a file -> its content type
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-HEADERS = {
-    # The page shows text from clients. None of it may run as code or be sent to another server.
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",
-}
 
 routes = APIRouter()
 
@@ -38,11 +29,11 @@ routes = APIRouter()
 @routes.get("/")
 async def root(models: Served) -> Response:
     """Redirect to the live page; if it is off, to the list of routes."""
-    return RedirectResponse("ui" if models.first.live else "docs")
+    return RedirectResponse("ui" if _found(models, None) else "docs")
 
 
 @routes.get("/ui")
-async def page(models: Served) -> Response:
+async def index(models: Served) -> Response:
     """Return the live page."""
     return await file(PAGE, models)
 
@@ -50,7 +41,7 @@ async def page(models: Served) -> Response:
 @routes.get("/ui/{name}")
 async def file(name: str, models: Served) -> Response:
     """Return a file of the live page."""
-    _live(models, None)
+    _page(models, None)
     if name not in _files():
         raise ApiError(404, f"the live page has no file {name!r}; open /ui instead")
     return Response(_files()[name], headers=HEADERS, media_type=TYPES[name.rpartition(".")[2]])
@@ -66,15 +57,14 @@ async def live(
     replica is given. The samples are in the same response as all other events, so that they come
     from the same router. A separate request might reach another router.
     """
-    recorder = _recorder(models, model)
-
+    page = _page(models, model)
     services: RouterServices = request.app.state.services
 
     def more() -> State:
-        states = {name: msgspec.json.encode(state) for name, state in services.live().items()}
-        return {"history": recorder.encoded(replica), **states}
+        figures = msgspec.json.encode(services.figures())
+        return {"history": page.recorder.encoded(replica), "services": figures}
 
-    events = await _live(models, model).listen(more)
+    events = await page.live.listen(more)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
@@ -82,26 +72,21 @@ async def live(
 @routes.get("/v1/cluster/history")
 async def history(models: Served, model: str | None = None, replica: str | None = None) -> Response:
     """Return the last hour's chart samples of a replica, or of the fleet if none is given."""
-    samples = _recorder(models, model).as_json(replica)
+    samples = _page(models, model).recorder.as_json(replica)
     return JSONResponse({"router": models.router_id} | samples)
 
 
-def _live(models: Models, model: str | None) -> Live:
-    live = _selected(models, model).live
-    if live is None:
+def _page(models: Models, model: str | None) -> RouterPage:
+    page = _found(models, model)
+    if page is None:
         raise ApiError(404, OFF)
-    return live
+    return page
 
 
-def _recorder(models: Models, model: str | None) -> Recorder:
-    recorder = _selected(models, model).recorder
-    if recorder is None:
-        raise ApiError(404, OFF)
-    return recorder
-
-
-def _selected(models: Models, model: str | None) -> ModelRouter:
-    return models.select(model) if model else models.first
+def _found(models: Models, model: str | None) -> RouterPage | None:
+    """Return the page of a model; without `model`, of the first model. None: the page is off."""
+    router = models.select(model) if model else models.first
+    return next((side for side in router.features if isinstance(side, RouterPage)), None)
 
 
 @cache
@@ -109,6 +94,6 @@ def _files() -> dict[str, bytes]:
     """Return the contents of the page's files by name."""
     return {
         file.name: file.read_bytes()
-        for file in files("kvroute.router").joinpath("ui").iterdir()
+        for file in files("kvroute.features.page").joinpath("ui").iterdir()
         if file.name.rpartition(".")[2] in TYPES
     }

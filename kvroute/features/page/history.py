@@ -7,8 +7,9 @@ from itertools import islice
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
-from kvroute.router.page.traffic import Counts
+from kvroute.features.page.traffic import Counts
 
 PERIOD_S = 10.0  # time between two samples
 SAMPLES = 360  # samples in memory, which is one hour
@@ -21,10 +22,9 @@ class SampledLoad(Struct, frozen=True):
     running: int = 0  # requests that run in engines
     waiting: int = 0  # requests that wait in engines
     queued: int | None = None  # requests that wait in all routers; None in a replica's samples
-    features: Mapping[str, float | None] = {}  # values of features; empty in a replica's samples
 
 
-class Sample(Struct, frozen=True):
+class Sample(SampledLoad, frozen=True, kw_only=True):
     """The requests of one period, of one replica or of the fleet."""
 
     requests_per_s: float
@@ -33,7 +33,6 @@ class Sample(Struct, frozen=True):
     cached_tokens: int  # prompt tokens that came from a cache
     ttft_p50_s: float | None  # None: no request got its first token in this period
     ttft_p90_s: float | None
-    load: SampledLoad
 
 
 def sample(counts: Counts, load: SampledLoad, *, elapsed_s: float) -> Sample:
@@ -46,7 +45,7 @@ def sample(counts: Counts, load: SampledLoad, *, elapsed_s: float) -> Sample:
         cached_tokens=counts.cached_tokens,
         ttft_p50_s=quantile(times_s, 0.5),
         ttft_p90_s=quantile(times_s, 0.9),
-        load=load,
+        **asdict(load),
     )
 
 
@@ -86,10 +85,6 @@ class History:
     def _columns(self, samples: Iterable[Sample | None]) -> dict[str, list[Any]]:
         rows = list(samples)
         columns: dict[str, list[Any]] = {"at_s": [round(at_s, 1) for at_s in self._times_s]}
-        for name in Sample.__struct_fields__[:-1]:
+        for name in Sample.__struct_fields__:
             columns[name] = [row and getattr(row, name) for row in rows]
-        for name in SampledLoad.__struct_fields__[:-1]:
-            columns[name] = [row and getattr(row.load, name) for row in rows]
-        for name in {name: None for row in rows if row for name in row.load.features}:
-            columns[name] = [row and row.load.features.get(name) for row in rows]
         return columns

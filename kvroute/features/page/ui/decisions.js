@@ -1,7 +1,7 @@
 // Recent decisions, each with its receipt.
 
 import { arrange, count, el, percent, plural, seconds, setBar, setText } from "./dom.js";
-import { PLACES, WORDS } from "./ledger.js";
+import { WORDS } from "./ledger.js";
 
 const OUTCOMES = {
   ok: "answered",
@@ -17,23 +17,16 @@ const CONTINUED = {
   refused: "That replica refused the request",
   failed: "That replica was lost, too",
 };
-// Why blocks were evicted that this prompt asked for.
-const EVICTED = {
-  ended: "the session had ended",
-  unlikely: "such turns seldom come back",
-  usual: "the next in turn, or the replica is gone",
-};
-// What a cost is made of, in the words of the receipt's reasons.
-const TERMS = {
-  waiting: "queued prefill",
-  reload: "reloading from host memory",
-  memory: "waiting for room in the cache",
-  own: "computing what no replica holds",
-  copy: "computing again what others hold",
-  setup: "loading the LoRA adapter",
-  rotation: "rotation of new conversations",
-  decode: "slowing running answers",
-  pull: "pulling from another replica",
+// What changed where a chat's prefix broke, by its role.
+const PLACES = {
+  system: "the system message",
+  developer: "the developer’s message",
+  user: "a user’s message",
+  assistant: "an assistant’s message",
+  tool: "a tool’s result",
+  tools: "the definitions of tools",
+  template: "all messages stay",
+  other: "a message",
 };
 // Where the cached tokens of a prompt came from, if not from GPU memory.
 const SLOWER = [
@@ -52,6 +45,7 @@ let shown = []; // those, or the ones of when the list came to stand still
 let isHeld = false; // by the button
 let isShort = true;
 let policy = "";
+let words = {}; // of terms, and of reasons for evictions, from the router
 
 pause.addEventListener("click", () => {
   isHeld = !isStill();
@@ -64,9 +58,10 @@ more.addEventListener("click", () => {
   draw();
 });
 
-export function showDecisions(decisions, ofPolicy) {
+export function showDecisions(decisions, ofPolicy, ofRouter) {
   latest = decisions;
   policy = ofPolicy;
+  words = ofRouter;
   draw();
 }
 
@@ -192,7 +187,7 @@ function outcomeOf(decision) {
   if (decision.ledger) {
     const parts = Object.entries(decision.ledger).filter(([, tokens]) => tokens);
     facts.push(["prompt tokens", parts.map(([cause, tokens]) => `${count(tokens)} ${WORDS[cause]}`).join(", ")]);
-    if (decision.evicted_why) facts.push(["why evicted", EVICTED[decision.evicted_why]]);
+    if (decision.evicted_why) facts.push(["why evicted", words.evicted[decision.evicted_why]]);
   }
   return el("dl", "", ...facts.map(([name, value]) => el("div", "", el("dt", "", name), el("dd", "", value))));
 }
@@ -249,8 +244,8 @@ function inHost(replica, decision) {
 
 function terms(replica) {
   const parts = Object.entries(replica.terms_s).filter(([, s]) => Math.abs(s) >= 0.00005);
-  const words = parts.map(([name, s]) => `${s < 0 ? "−" : ""}${seconds(Math.abs(s))} ${TERMS[name]}`);
-  const cell = el("td", "", words.length ? `= ${words.join(" + ")}`.replaceAll("+ −", "− ") : "costs nothing");
+  const shown = parts.map(([name, s]) => `${s < 0 ? "−" : ""}${seconds(Math.abs(s))} ${words.terms[name]}`);
+  const cell = el("td", "", shown.length ? `= ${shown.join(" + ")}`.replaceAll("+ −", "− ") : "costs nothing");
   cell.colSpan = 6;
   return el("tr", "terms", cell);
 }

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvroute.router.page.rolling_window import RollingWindow
+from msgspec.structs import astuple
+
+from kvroute.router.observability.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
 NEAR = 64  # tokens; two changes this close count as one place
 KEPT = 32  # places in one part of the window; losses at further places are not counted here
-WORST = 3  # places that the page shows
+WORST = 3  # places that operators see
 
 Key = tuple[str, int]  # role of the place, and its token divided by NEAR
 
@@ -32,28 +34,54 @@ class Place:
         self.requests += requests
 
 
+@dataclass(slots=True)
+class _Sums:
+    """The sums of one part of the window."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    lost_tokens: int = 0  # prompt tokens that missed the caches because chats changed
+    places: dict[Key, Place] = field(default_factory=dict)
+
+
 class PromptChanges(RequestObserver):
     """Lost tokens by place, over the last WINDOW_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._window = RollingWindow[dict[Key, Place]](clock, dict)
+        self._window = RollingWindow(clock, _Sums)
 
     def ended(self, attempt: Attempt) -> None:
-        broken = attempt.context.broken
-        if broken and (ledger := attempt.ledger()) and ledger.broken:
+        if (ledger := attempt.ledger()) is None:
+            return
+        sums = self._window.current()
+        sums.requests += attempt.outcome != "failed"
+        sums.prompt_tokens += sum(astuple(ledger))
+        sums.lost_tokens += ledger.broken
+        if ledger.broken and (broken := attempt.context.broken):
             self.add(broken, ledger.broken)
 
     def add(self, broken: Break, tokens: int) -> None:
         """Add a request whose changed prompt lost this many cached tokens."""
-        places, token = self._window.current(), broken.difference.token
+        places, token = self._window.current().places, broken.difference.token
         if place := _place(places, broken.role, token):
             place.add(token, tokens, 1)
             place.kind = broken.kind or place.kind
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the sums of all parts, and the places with the most lost tokens."""
+        parts = self._window.parts()
+        return {
+            "window_s": WINDOW_S,
+            "requests": sum(part.requests for part in parts),
+            "prompt_tokens": sum(part.prompt_tokens for part in parts),
+            "lost_tokens": sum(part.lost_tokens for part in parts),
+            "places": self.worst(),
+        }
+
     def worst(self) -> list[dict[str, Any]]:
         """Return the places with the most lost tokens, as JSON."""
         sums: dict[Key, Place] = {}
-        parts = self._window.parts()
+        parts = [part.places for part in self._window.parts()]
         for places in parts:
             for part in places.values():
                 if place := _place(sums, part.role, part.token, limit=KEPT * len(parts)):

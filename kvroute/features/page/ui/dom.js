@@ -22,12 +22,14 @@ export function arrange(parent, elements) {
   });
 }
 
-/** How many columns a grid gets, so that its rows are even and the last has more than one tile if possible. */
-export function columns(tiles, most) {
-  const rows = Math.ceil(tiles / Math.max(1, most));
-  let even = Math.max(1, Math.ceil(tiles / rows));
+/** Gives a grid so many columns that its rows are even, and the last has more than one tile if possible. */
+export function layOut(grid, tileWidth) {
+  const tiles = grid.children.length;
+  const most = Math.max(1, Math.floor(grid.clientWidth / tileWidth));
+  let even = Math.max(1, Math.ceil(tiles / Math.ceil(tiles / most)));
   while (even > 2 && tiles % even === 1) even -= 1;
-  return even;
+  grid.style.setProperty("--columns", even);
+  grid.classList.toggle("odd", even > 1 && tiles % even === 1);
 }
 
 /** A bar of parts: [class, share of the whole]. */

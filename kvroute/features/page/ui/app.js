@@ -1,6 +1,5 @@
 // The live page: follows /v1/cluster/live and shows what it says, once for each event.
 
-import { showBatches } from "./batches.js";
 import { charted, chartFleet, onCharted, showCharts } from "./charts.js";
 import { showDecisions } from "./decisions.js";
 import { el, setText } from "./dom.js";
@@ -8,7 +7,6 @@ import { ask, follow, hasKey, setKey } from "./events.js";
 import { showFigures } from "./figures.js";
 import { showFleet } from "./fleet.js";
 import { showLedger } from "./ledger.js";
-import { showNamed } from "./named.js";
 import { explainAll } from "./tips.js";
 
 const STALE_MS = 5000; // events come each second
@@ -99,14 +97,12 @@ function show() {
   const decisions = all("decision/").sort((a, b) => b.number - a.number);
   setText(byId("model"), router.model);
   document.title = `${router.model} – kvroute`;
-  showFigures(router, ledger, replicas, decisions, things.get("queue"), things.get("seats"));
+  showFigures(router, ledger, replicas, decisions, things.get("queue"), [...things.get("figures"), ...things.get("services")]);
   showRouter(router);
   showCharts(things.get("history"), router);
-  showFleet(replicas, things.get("pulls"));
+  showFleet(replicas);
   showLedger(ledger);
-  showNamed(things.get("prefixes"));
-  showBatches(things.get("batches"));
-  showDecisions(decisions, router.policy);
+  showDecisions(decisions, router.policy, things.get("words"));
   live.setAttribute("aria-busy", "false");
 }
 

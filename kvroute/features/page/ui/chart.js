@@ -127,7 +127,7 @@ export class Chart {
     this.legend.replaceChildren(...parts, time);
   }
 
-  /** Says whether the line has a value at all: fleets without seats, and replicas, lack some. */
+  /** Says whether the line has a value at all: replicas have no queue. */
   isKnown(i) {
     return !this.lines[i].isOptional || this.rows?.[i].some((value) => value !== null);
   }

@@ -1,23 +1,25 @@
-"""The router's last decisions, and the prompt tokens of the last five minutes by cause.
+"""A router's requests of the last five minutes: prompt tokens by cause, and times of answers.
 
-placement/ledger.py explains the causes.
+`kvroute status` and the doctor show them. placement/ledger.py explains the causes.
 """
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from operator import add, sub
 from typing import Any
 
 import msgspec
 
-from kvroute.router.page.rolling_window import WINDOW_S, RollingWindow
+from kvroute.router.observability.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.ledger import CAUSES, Ledger
 from kvroute.router.sessions.returns import EVICTION_REASONS, EvictionReason
 
-DECISIONS = 50  # decisions in memory
+# Times in memory. If WINDOW_S has more requests, only the latest ones are kept, and the reported
+# window is shorter.
+KEPT = 4096
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -37,13 +39,18 @@ class Sums(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self.tokens))
 
 
-class RecentTokens:
+class RecentTokens(RequestObserver):
     """Sums over the last WINDOW_S by replica. Replicas without requests in that time are absent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         # By replica: answered requests, tokens by cause, evicted tokens by reason.
         self._window = RollingWindow[dict[str, list[int]]](clock, dict, self._subtract)
         self._totals: dict[str, list[int]] = {}  # the sums of all parts of the window
+
+    def ended(self, attempt: Attempt) -> None:
+        if (ledger := attempt.ledger()) is not None:
+            is_answered = attempt.outcome != "failed"
+            self.add(attempt.replica_id, ledger, attempt.evicted_why, is_answered=is_answered)
 
     def add(
         self,
@@ -101,55 +108,55 @@ def summed(sums: Collection[Sums]) -> dict[str, Any]:
 NOTHING = (0,) * (1 + len(CAUSES) + len(EVICTION_REASONS))
 
 
-@dataclass(slots=True)
-class Decision:
-    """A request that was sent to a replica, with cached JSON for the live page."""
-
-    number: int  # 1 for the first request that this router sent
-    at_s: float  # time of sending, in seconds since 1970
-    attempt: Attempt
-    # JSON that explains the placement (placement/receipts.py); None until a page is open.
-    receipt: msgspec.Raw | None = field(default=None, repr=False)
-    summary: bytes = b""  # JSON of the decision; empty until the request has ended
-
-
-class Recent(RequestObserver):
-    """Keeps the last DECISIONS in memory, which takes a few microseconds for each request."""
+class RecentAnswers(RequestObserver):
+    """The times of the answers of the last WINDOW_S seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.decisions: deque[Decision] = deque(maxlen=DECISIONS)  # oldest first
-        self.in_flight = 0  # requests sent and not ended
-        self.window = RecentTokens(clock)
-        self._sent = 0
+        self._clock = clock
+        self._started_s = clock()
+        # Time of the event; seconds to the first token.
+        self._first_tokens = deque[tuple[float, float]](maxlen=KEPT)
+        # Time of an answer's end; its mean seconds between two tokens.
+        self._gaps = deque[tuple[float, float]](maxlen=KEPT)
 
-    def sent(self, attempt: Attempt) -> None:
-        self.in_flight += 1
-        self._sent += 1
-        self.decisions.append(Decision(self._sent, time.time(), attempt))
+    def first_token(self, attempt: Attempt) -> None:
+        if attempt.first_token_s is not None and not attempt.context.is_resumed:
+            self.add(attempt.first_token_s - attempt.context.ready_s)
 
     def ended(self, attempt: Attempt) -> None:
-        self.in_flight -= 1
-        if (ledger := attempt.ledger()) is not None:
-            self.window.add(
-                attempt.replica_id,
-                ledger,
-                attempt.evicted_why,
-                is_answered=attempt.outcome != "failed",
-            )
+        if (gap_s := attempt.token_gap_s) is not None:
+            self._gaps.append((self._clock(), gap_s))
 
-    def continued(self, decision: Decision) -> Decision | None:
-        """Return the latest decision that sent the request again, after its replica was lost.
+    def add(self, ttft_s: float) -> None:
+        """Add a request whose first token has just come."""
+        self._first_tokens.append((self._clock(), ttft_s))
 
-        The result is None if the replica was not lost, or the request was not sent again.
-        """
-        if decision.attempt.outcome != "failed":
-            return None
-        request_id = decision.attempt.request_id
-        again = (
-            later
-            for later in reversed(self.decisions)
-            if later.number > decision.number
-            and later.attempt.request_id == request_id
-            and later.attempt.outcome != "moved"
-        )
-        return next(again, None)
+    def as_json(self) -> dict[str, Any]:
+        """Return the rate of requests, and quantiles of the times of their answers (None: none)."""
+        now_s = self._clock()
+        begin_s = max(self._started_s, now_s - WINDOW_S)
+        ttfts_s, gaps_s = (_since(begin_s, times) for times in (self._first_tokens, self._gaps))
+        if len(ttfts_s) == KEPT:
+            begin_s = self._first_tokens[0][0]
+        return {
+            "window_s": round(now_s - begin_s, 1),
+            "requests": len(ttfts_s),
+            "requests_per_s": round(len(ttfts_s) / max(1.0, now_s - begin_s), 3),
+            "ttft_p50_s": _quantile(ttfts_s, 50),
+            "ttft_p90_s": _quantile(ttfts_s, 90),
+            "tpot_p50_s": _quantile(gaps_s, 50),
+            "tpot_p90_s": _quantile(gaps_s, 90),
+        }
+
+
+def _since(begin_s: float, times: deque[tuple[float, float]]) -> list[float]:
+    """Drop the times before `begin_s`, and return the others."""
+    while times and times[0][0] < begin_s:
+        times.popleft()
+    return [seconds for _, seconds in times]
+
+
+def _quantile(times_s: list[float], percent: int) -> float | None:
+    if len(times_s) < 2:
+        return round(times_s[0], 4) if times_s else None
+    return round(statistics.quantiles(times_s, n=100, method="inclusive")[percent - 1], 4)

@@ -2,16 +2,13 @@
 
 import asyncio
 import time
-from collections import ChainMap
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvroute.features.router_feature import RouterFeature
-from kvroute.router.page import waiting
-from kvroute.router.page.history import PERIOD_S, REPLICAS, History, SampledLoad, sample
-from kvroute.router.page.traffic import Counts, Traffic, added
+from kvroute.features.page.history import PERIOD_S, REPLICAS, History, SampledLoad, sample
+from kvroute.features.page.traffic import Counts, Traffic, added
+from kvroute.router.observability.queue_report import queue_report
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
 
@@ -19,19 +16,11 @@ from kvroute.router.queueing.queue import Queue
 class Recorder:
     """Samples this router's traffic, and the load of all replicas and routers."""
 
-    def __init__(
-        self,
-        traffic: Traffic,
-        *,
-        fleet: Fleet,
-        queue: Queue[Any],
-        features: Sequence[RouterFeature] = (),
-    ) -> None:
+    def __init__(self, traffic: Traffic, fleet: Fleet, queue: Queue[Any]) -> None:
         self.history = History()
         self._traffic = traffic
         self._fleet = fleet
         self._queue = queue
-        self._features = features
         self._encoded: dict[str | None, bytes] = {}  # by replica; None: of the fleet
 
     async def run(self) -> None:
@@ -83,10 +72,9 @@ class Recorder:
 
     def _total(self, loads: dict[str, SampledLoad]) -> SampledLoad:
         """Return the load of the fleet, with the requests that wait in all routers."""
-        now_s = time.monotonic()
+        queued = queue_report(self._queue, time.monotonic())["all_routers"]["requests"]
         return SampledLoad(
             running=sum(load.running for load in loads.values()),
             waiting=sum(load.waiting for load in loads.values()),
-            queued=waiting.as_json(self._queue, now_s)["all_routers"]["requests"],
-            features=dict(ChainMap(*(dict(feature.sample()) for feature in self._features))),
+            queued=queued,
         )

@@ -5,7 +5,7 @@ import { compact, el, seconds, setText } from "./dom.js";
 
 const rate = (n) => `${n < 10 ? +n.toFixed(1) : compact(n)}/s`;
 const whole = (n) => (Number.isInteger(n) ? compact(n) : n.toFixed(1));
-const column = (name) => (samples, i) => samples[name]?.[i] ?? null; // null: the feature is off
+const column = (name) => (samples, i) => samples[name][i];
 
 const CHARTS = [
   {
@@ -35,10 +35,9 @@ const CHARTS = [
   },
   {
     title: "Requests that wait",
-    about: "Queued: held back by the routers while every replica is busy. For a seat: of sessions that wait until their context fits into the caches. In engines: sent to a replica that has not begun with them.",
+    about: "Queued: held back by the routers while every replica is busy. In engines: sent to a replica that has not begun with them.",
     lines: [
       { name: "queued", value: column("queued"), isOptional: true },
-      { name: "for a seat", value: column("seat_waiting"), isOptional: true },
       { name: "in engines", value: column("waiting") },
     ],
     format: whole,
@@ -46,8 +45,8 @@ const CHARTS = [
   },
   {
     title: "Requests that run",
-    about: "Requests that the engines compute now. Sessions with a seat are shown while the number of seats is limited.",
-    lines: [{ name: "in engines", value: column("running") }, { name: "sessions with a seat", value: column("seats"), isOptional: true }],
+    about: "Requests that the engines compute now.",
+    lines: [{ name: "in engines", value: column("running") }],
     format: whole,
     least: 2,
   },

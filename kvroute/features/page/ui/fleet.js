@@ -1,6 +1,6 @@
 // Replicas as tiles.
 
-import { arrange, columns, compact, count, el, percent, setBar, setText } from "./dom.js";
+import { arrange, compact, count, el, layOut, percent, setBar, setText } from "./dom.js";
 
 const AT_ONCE = 24; // tiles
 const WIDTH = 200; // pixels that a tile needs
@@ -36,11 +36,10 @@ const order = document.getElementById("order");
 const more = document.getElementById("more");
 const tiles = new Map(); // by replica id
 let replicas = [];
-let speeds = {}; // of pulls, by replica id
 let most = AT_ONCE;
 let isFirst = true;
 
-new ResizeObserver(layOut).observe(list);
+new ResizeObserver(() => layOut(list, WIDTH)).observe(list);
 sift.addEventListener("input", draw);
 sift.addEventListener("submit", (event) => event.preventDefault());
 more.addEventListener("click", () => {
@@ -48,9 +47,8 @@ more.addEventListener("click", () => {
   draw();
 });
 
-export function showFleet(all, pulls) {
+export function showFleet(all) {
   replicas = all;
-  speeds = pulls?.speeds ?? {};
   if (isFirst && all.length > AT_ONCE) order.value = "busiest";
   isFirst = false;
   sift.hidden = all.length < SIFTED;
@@ -66,16 +64,9 @@ function draw() {
   const ids = new Set(shown.map((replica) => replica.id));
   for (const id of tiles.keys()) if (!ids.has(id)) tiles.delete(id);
   arrange(list, shown.map(tile));
-  layOut();
+  layOut(list, WIDTH);
   more.hidden = shown.length === found.length;
   setText(more, `Show more: ${count(found.length - shown.length)} are not shown`);
-}
-
-function layOut() {
-  const most = Math.max(1, Math.floor(list.clientWidth / WIDTH));
-  const even = columns(list.children.length, most);
-  list.style.setProperty("--columns", even);
-  list.classList.toggle("odd", even > 1 && list.children.length % even === 1);
 }
 
 function tile(replica) {
@@ -110,18 +101,10 @@ function showCache(replica, bar, cache) {
     replica.cached_blocks === null ? "cached: unknown" : `${percent(replica.cached_blocks, capacity)} cached`,
     `${percent(used, own)} in use`,
     pinned ? `${percent(pinned, own)} pinned` : null,
-    pulls(replica),
   ].filter(Boolean);
   setText(cache, words.join(" · "));
   const where = replica.host_blocks ? `, ${count(replica.host_blocks)} of them in host memory` : "";
   bar.setAttribute("aria-label", `KV cache of ${count(capacity)} blocks${where}: ${words.join(", ")}`);
-}
-
-function pulls(replica) {
-  const speed = speeds[replica.id];
-  if (!speed) return null;
-  const share = percent(replica.pulled_tokens, replica.prompt_tokens);
-  return `${share} of prompts pulled, at ${(speed.bytes_per_s / 1e9).toPrecision(2)} GB/s`;
 }
 
 function showFigures(replica, list) {
