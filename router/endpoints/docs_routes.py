@@ -90,6 +90,6 @@ def _described(all_routes: list[BaseRoute]) -> Iterator[tuple[str, str, str]]:
 def _summary(route: Route) -> str:
     if route.path in SUMMARIES:
         return SUMMARIES[route.path]
-    has_own = route.endpoint.__module__.startswith("kvroute.router.endpoints")
-    text = (route.endpoint.__doc__ or "") if has_own and hasattr(route.endpoint, "__name__") else ""
+    has_own = hasattr(route.endpoint, "__name__")
+    text = (route.endpoint.__doc__ or "") if has_own else ""
     return text.partition("\n")[0] or OTHERS

@@ -19,7 +19,7 @@ from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import ask, people_table, user
 
 AT_ONCE = 8
-UI = ROOT / "router" / "ui"
+UI = ROOT / "kvroute" / "features" / "page" / "ui"
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,9 @@ def test_a_chat_that_changes_in_front_is_told_with_its_place(shown: Page, client
     def system() -> list[dict[str, str]]:
         return [{"role": "system", "content": f"Request {next(ids)}. {people_table()}"}]
 
-    told = "document.querySelector('#ledger-about').textContent"
+    told = "document.querySelector('#figures').textContent"
     question = "Who is the oldest person in that table?"
-    change = f"{told}.includes('(the system message)')"
+    change = f"{told}.includes('in the system message')"
     ask_until(shown, client, change, question, before=system)
     shown.evaluate("document.querySelector('#decisions summary').click()")
     shown.wait_for("document.querySelector('.receipt dl') !== null")

@@ -28,7 +28,7 @@ OPTIONS = {
         "request_log": Path("/requests"),
         "features": FEATURES_ON,
     },
-    "everything off": {"metrics": False, "ui": False},
+    "everything off": {"metrics": False},
 }
 
 
@@ -43,4 +43,3 @@ async def test_the_parts_of_a_router_are_built_in_an_order_that_works(
     assert router.status.queue()["all_routers"]["requests"] == 0
     names = {feature.name for feature in FEATURES if feature.has_state}
     assert feature_states([router.status]).keys() == names
-    assert (router.live is None) == (options.get("ui") is False)

@@ -302,16 +302,6 @@ def of_hits(requests: int = 100, **tokens: int) -> list[Check]:
     return [*load_checks.hits({"window_s": 300, "requests": requests, "tokens": ledger})]
 
 
-def of_changes(*places: tuple[str, int, int]) -> list[Check]:
-    """Return the checks after chats of 1,000 tokens changed at (role, token, missed tokens)."""
-    lost = sum(tokens for _, _, tokens in places)
-    ledger = dict.fromkeys(CAUSES, 0) | {"hit": 1000 - lost, "broken": lost}
-    names = ("role", "token", "tokens")
-    broken = [dict(zip(names, place, strict=True)) for place in places]
-    found = {"window_s": 300, "requests": 100, "tokens": ledger, "broken": broken}
-    return [*load_checks.hits(found)]
-
-
 @pytest.mark.parametrize("cause", load_checks.LIMITS)
 def test_a_cause_that_costs_many_hits_is_a_warning_with_its_share(cause: str) -> None:
     (check,) = of_hits(hit=60, new=10, **{cause: 30})
@@ -327,40 +317,6 @@ def test_few_misses_are_ok_and_listed_largest_first() -> None:
         "in 5 minutes, 75% of 1,000 prompt tokens came from a cache; 16% were never cached; "
         "9% were cached on a busier replica"
     )
-
-
-def test_changing_text_is_named_by_its_kind() -> None:
-    place = {"role": "system", "token": 7, "tokens": 500, "kind": "a date"}
-    ledger = dict.fromkeys(CAUSES, 0) | {"hit": 500, "broken": 500}
-    found = {"window_s": 300, "requests": 100, "tokens": ledger, "broken": [place]}
-    (check,) = load_checks.hits(found)
-    assert check.finding.endswith("change at token 7, in the system message: a date")
-
-
-def test_chats_that_change_near_their_beginning_are_a_warning_with_the_place() -> None:
-    (check,) = of_changes(("system", 1203, 120))
-    assert (check.name, check.grade) == ("hits", "warning")
-    assert check.finding == (
-        "12% of prompt tokens missed the cache because chats change at token 1,203, "
-        "in the system message"
-    )
-    assert "last user message" in check.remedy
-
-
-def test_large_places_are_reported_separately_and_small_ones_together() -> None:
-    two = of_changes(("tools", 50, 110), ("user", 900, 70), ("tool", 9, 20))
-    assert ["tools" in check.finding for check in two] == [True, False]
-    assert "the same tools" in two[0].remedy
-    (many,) = of_changes(*(("system", n * 100, 40) for n in range(3)))
-    assert many.finding.startswith(
-        "12% of prompt tokens missed the cache because chats change at many"
-    )
-
-
-def test_chats_with_few_misses_are_ok() -> None:
-    (check,) = of_changes(("system", 1203, 30))
-    assert check.grade == "ok"
-    assert "3% came after a change in a chat" in check.finding
 
 
 def test_few_requests_are_not_judged() -> None:

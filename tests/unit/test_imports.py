@@ -49,7 +49,6 @@ ORDER = (
     "kvroute.router.prompts",
     "kvroute.router.connections",
     "kvroute.router.dispatch",
-    "kvroute.router.page",
     "kvroute.router.observability",
     "kvroute.router.serving",
     "kvroute.router.endpoints",

@@ -15,10 +15,9 @@ from kvroute.process import tracing
 from kvroute.process.tracing import Tracing
 from kvroute.router.admission.waits import QueueRefusal, Wait
 from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.observability.queue_report import RecentWaits, queue_report
 from kvroute.router.observability.request_spans import Dispatches
-from kvroute.router.page import waiting
-from kvroute.router.page.recent_waits import RecentWaits
-from kvroute.router.page.rolling_window import WINDOW_S
+from kvroute.router.observability.rolling_window import WINDOW_S
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from tests.support.placements import anywhere
 
@@ -47,7 +46,7 @@ def filled() -> Queue[None]:
 
 
 def test_waiting_requests_are_shown_by_line_and_for_all_routers() -> None:
-    assert waiting.as_json(filled(), 104.0) == {
+    assert queue_report(filled(), 104.0) == {
         "requests": 3,
         "prefill_s": 3.5,
         "oldest_s": 14.0,
@@ -62,7 +61,7 @@ def test_waiting_requests_are_shown_by_line_and_for_all_routers() -> None:
 def test_waiting_requests_of_a_lost_router_do_not_count() -> None:
     queue = filled()
     queue.forget("other")
-    assert waiting.as_json(queue, 104.0)["all_routers"] == {"requests": 3, "prefill_s": 3.5}
+    assert queue_report(queue, 104.0)["all_routers"] == {"requests": 3, "prefill_s": 3.5}
 
 
 def test_waits_and_refusals_are_counted_for_some_minutes() -> None:
@@ -134,7 +133,7 @@ def test_the_wait_has_its_own_span(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judged(queue: Queue[None], *, at_s: float, recent: RecentWaits | None = None) -> list[Check]:
-    report = waiting.as_json(queue, at_s)
+    report = queue_report(queue, at_s)
     recent = recent or RecentWaits()
     return [*load_checks.queues([{"model": "m", **report, "recent": recent.as_json()}])]
 
@@ -195,7 +194,7 @@ def test_the_doctor_explains_every_reason_of_a_refusal() -> None:
 
 def test_status_shows_waiting_requests_if_there_are_any() -> None:
     def status_text(queue: Queue[None]) -> str:
-        report = {"model": "m", **waiting.as_json(queue, 104.0)}
+        report = {"model": "m", **queue_report(queue, 104.0)}
         return queued(report)
 
     assert status_text(Queue(lambda: 1.0)) == "no request waits for a replica"

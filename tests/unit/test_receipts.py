@@ -10,15 +10,15 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
-from kvroute.command.explain import TERMS, print_receipt, sentences
+from kvroute.command.explain import EVICTED, TERMS, print_receipt, sentences
 from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.features import TERMS as FEATURE_TERMS
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, CostTerms, prices, rank
 from kvroute.router.placement.receipts import REASONS, receipt
 from kvroute.router.sessions.breaks import Break, Difference, Span
-from kvroute.router.sessions.returns import Retention
-from tests.support.documents import API, ROOT
+from kvroute.router.sessions.returns import EVICTION_REASONS, Retention
+from tests.support.documents import API
 
 
 def replica(name: str, **facts: Any) -> Candidate:
@@ -51,14 +51,13 @@ def test_the_reason_is_the_term_with_the_largest_difference(
 
 
 def test_every_term_of_the_cost_has_words_wherever_people_see_it() -> None:
-    page = (ROOT / "router" / "ui" / "decisions.js").read_text()
-    on_the_page = re.findall(r"^  (\w+):", page.split("const TERMS = {")[1].split("}")[0], re.M)
     table = API.read_text().split("| term | seconds for |")[1].split("\n\n")[0]
     in_the_document = re.findall(r"^\| `(\w+)` \|", table, re.M)
     ours = (*CostTerms._fields, *FEATURE_TERMS)
     assert (*REASONS,) == (*TERMS,) == ours
-    for terms in (on_the_page, in_the_document):  # these also have terms of features that are gone
-        assert terms[: len(ours)] == [*ours]
+    # The document also has terms of features that are gone.
+    assert in_the_document[: len(ours)] == [*ours]
+    assert (*EVICTED,) == EVICTION_REASONS
 
 
 def test_every_replica_is_listed_with_its_hits_in_tokens_and_terms_that_add_up() -> None:

@@ -9,13 +9,10 @@ from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
     "none": [
-        "GET /",
         "GET /docs",
         "GET /health",
         "GET /openapi.json",
         "GET /ping",
-        "GET /ui",
-        "GET /ui/{name}",
         "POST /ping",
     ],
     "any": [
@@ -51,8 +48,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
         "GET /metrics",
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
-        "GET /v1/cluster/history",
-        "GET /v1/cluster/live",
         "GET /v1/metrics/targets",
     ],
     "manage": [],

@@ -1,6 +1,6 @@
 """The core calls the services of features, and knows their routes before a request is routed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -9,8 +9,11 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from kvroute.features.feature import Paths
+from kvroute.features.figure import Figure
 from kvroute.features.router_service import RouterService, RouterServices
 from kvroute.process.exposition import Readings
+
+FIGURE = Figure("Time", "12:00", "noon", "The time.")
 
 
 class Clock(RouterService):
@@ -43,8 +46,8 @@ class Clock(RouterService):
     async def facts(self) -> Mapping[str, Any]:
         return {"hour": 12}
 
-    def live(self) -> Mapping[str, Any] | None:
-        return None
+    def figures(self) -> Sequence[Figure]:
+        return [FIGURE]
 
 
 class Silent(RouterService):
@@ -73,7 +76,7 @@ def test_without_metrics_a_service_starts_all_the_same() -> None:
 async def test_operators_see_only_services_that_have_something_to_show() -> None:
     services = RouterServices([Silent(), Clock()])
     assert await services.facts() == {"clock": {"hour": 12}}
-    assert services.live() == {"clock": None}
+    assert services.figures() == [FIGURE]
     assert isinstance(services.get("silent"), Silent)
     assert services.get("other") is None
 

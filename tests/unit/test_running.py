@@ -150,7 +150,6 @@ def test_the_first_steps_work_with_any_port() -> None:
     url = "http://127.0.0.1:8123"
     lines = [*first_steps(url, "it's", load({"port": 8123}))]
     assert f"  export KVROUTE_URL={url}" in lines
-    assert f"live page: {url}/ui" in lines
     (curl,) = (shlex.split(line)[1:] for line in lines if "curl" in line)
     assert curl[:2] == ["curl", f"{url}/v1/chat/completions"]
     body = json.loads(curl[-1])
@@ -158,10 +157,9 @@ def test_the_first_steps_work_with_any_port() -> None:
     assert "authorization" not in "".join(lines)
 
 
-def test_the_first_steps_have_the_key_and_no_page_that_is_off(tmp_path: Path) -> None:
-    settings = load({"api_keys": str(tmp_path / "keys.json"), "ui": False})
+def test_the_first_steps_have_the_key(tmp_path: Path) -> None:
+    settings = load({"api_keys": str(tmp_path / "keys.json")})
     lines = [*first_steps(LOCAL, "m", settings)]
     assert any(line.startswith("  export KVROUTE_API_KEY=") for line in lines)
     (curl,) = (line for line in lines if "curl" in line)
     assert '-H "authorization: Bearer $KVROUTE_API_KEY"' in curl
-    assert "live page" not in "".join(lines)

@@ -217,7 +217,7 @@ def test_a_processs_part_is_the_same_after_its_way_through_json() -> None:
 
 
 def test_another_option_for_routers_starts_no_replica_anew() -> None:
-    assert only(max_body_mb=99, policy="random", ui=False).for_replicas() == only().for_replicas()
+    assert only(max_body_mb=99, policy="random").for_replicas() == only().for_replicas()
 
 
 def test_an_adapter_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from kvroute.command import explain, status_command
 from kvroute.command.tables import Column, number, print_lines, print_table, prose, seconds
 from kvroute.deployments import plain
 from kvroute.doctor.checks import Check
-from kvroute.router.page.recent_answers import KEPT, RecentAnswers
+from kvroute.router.observability.recent_requests import KEPT, RecentAnswers
 from tests.support.narrow_terminal import LONG, NAMES, SHORT, is_whole, shown
 
 

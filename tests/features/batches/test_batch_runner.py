@@ -134,16 +134,15 @@ async def test_a_router_takes_several_batches_at_a_time_if_many_wait(
     await cluster.runner.stop()
 
 
-async def test_the_live_page_shows_batches_until_they_end(cluster: Cluster) -> None:
+async def test_a_figure_shows_batches_until_they_end(cluster: Cluster) -> None:
     id_ = await cluster.create()
     running = asyncio.create_task(cluster.runner.run())
     seen = set()
     while await cluster.status(id_) != "completed":
-        shown = report.live(cluster.runner)
-        seen |= {(batch["id"], shown["others"]) for batch in shown["batches"]}
+        seen |= {figure.note for figure in report.figures(cluster.runner)}
         await asyncio.sleep(0.01)
-    assert seen == {(id_, 0)}
-    while report.live(cluster.runner)["batches"]:
+    assert seen
+    while report.figures(cluster.runner):
         await asyncio.sleep(0.01)
     running.cancel()
 

@@ -345,16 +345,17 @@ async def test_tenants_give_equal_names_to_different_prefixes(
     assert [each["id"] for each in await declarations.list(B)] == ["law", "tax"]
 
 
-async def test_the_live_page_shows_what_saved_most_and_counts_what_is_a_tenants_own(
+async def test_a_figure_shows_what_all_prefixes_saved_and_names_none_of_a_tenant(
     declarations: Declarations, catalogue: Catalogue
 ) -> None:
     for id_ in ("law", "tax", "old"):
         await declare(declarations, id_, 10)
     await declare_as(declarations, A, "own", " a" * 10)
     catalogue.count(await catalogue.named("prefix_id", "tax"), 4)
-    found = await declarations.most_useful(1)
-    assert [each["id"] for each in found["prefixes"]] == ["tax"]
-    assert (found["others"], found["of_tenants"]) == (2, 1)
+    (figure,) = await declarations.figures()
+    assert figure.value == "4 tokens"
+    assert figure.note.startswith("in 1 prompt; 4 declared, not warm on all replicas: ")
+    assert "own" not in figure.note
 
 
 async def test_nobody_learns_of_a_name_that_another_tenant_has_given(

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 
+from kvroute.features.page.live import LISTENERS
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.page.live import LISTENERS
 from kvroute.router.placement.ledger import CAUSES
 from tests.support.clients import openai_client
 from tests.support.serving import Cluster

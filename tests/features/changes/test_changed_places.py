@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.page.prompt_changes import KEPT, WORST, PromptChanges
-from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
+from kvroute.features.changes.changed_places import KEPT, WORST, PromptChanges
+from kvroute.router.observability.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.sessions.breaks import Break, Difference, Span
 
 SPAN = Span(4, "0a")
@@ -72,6 +72,6 @@ def test_the_numbers_of_kept_and_shown_places_are_limited(
         clock.now_s += moved_s
         places.add(at(token, role), 1)
     assert len(worst(places)) <= WORST
-    assert all(len(kept) <= KEPT for kept in places._window.parts())
+    assert all(len(part.places) <= KEPT for part in places._window.parts())
     assert len(places._window.parts()) <= WINDOW_S / BUCKET_S
     assert sum(tokens for _, _, tokens, _ in worst(places)) <= len(changes)

@@ -8,7 +8,7 @@ import pytest
 
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.page.history import (
+from kvroute.features.page.history import (
     REPLICAS,
     SAMPLES,
     History,
@@ -17,8 +17,8 @@ from kvroute.router.page.history import (
     quantile,
     sample,
 )
-from kvroute.router.page.recorder import Recorder
-from kvroute.router.page.traffic import KEPT, Counts, Traffic
+from kvroute.features.page.recorder import Recorder
+from kvroute.features.page.traffic import KEPT, Counts, Traffic
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue, QueuedRequest
@@ -37,7 +37,7 @@ class Router:
             model="m", revision="", block_size=4, rng=random.Random(0), observer=self.traffic
         )
         self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, LOAD) for name in ("a", "b")])
-        self.recorder = Recorder(self.traffic, fleet=self.fleet, queue=self.queue)
+        self.recorder = Recorder(self.traffic, self.fleet, self.queue)
 
     def send(self, *, to: str = "a", **context: Any) -> Attempt:
         """A prompt of 10 tokens at the time 1."""

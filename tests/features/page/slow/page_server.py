@@ -9,10 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from kvroute.router.endpoints.ui_routes import HEADERS, PAGE, TYPES
+from kvroute.features.page.page_routes import PAGE, TYPES
+from kvroute.router.endpoints.docs_routes import HEADERS
 from tests.support.repository import ROOT
 
-UI = ROOT / "router" / "ui"
+UI = ROOT / "kvroute" / "features" / "page" / "ui"
 JSON = "application/json"
 
 

@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
-from kvroute.router.page.history import PERIOD_S, SAMPLES, History, SampledLoad, sample
-from kvroute.router.page.traffic import Counts
+from kvroute.command.explain import EVICTED, TERMS
+from kvroute.features.page.history import PERIOD_S, SAMPLES, History, SampledLoad, sample
+from kvroute.features.page.traffic import Counts
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.sessions.returns import EVICTION_REASONS
 
@@ -19,15 +20,15 @@ def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
         {
             "router": _router(),
             "queue": _queue(),
-            "seats": _seats(),
+            "words": {"terms": TERMS, "evicted": EVICTED},
+            "figures": [["Sessions with a seat", "12", "of 30; 2 wait", "Seats.", True]],
+            "services": [],
             "ledger": {
                 "window_s": 300.0,
                 "requests": 40,
                 "tokens": dict.fromkeys(CAUSES, 0) | TOKENS,
                 "evicted": dict.fromkeys(EVICTION_REASONS, 0),
-                "broken": [],
             },
-            "prefixes": {"prefixes": [_named(ids)], "others": 3, "of_tenants": 1},
             "history": _history(ids, samples),
         }
         | {f"replica/{id_}": _replica(id_, number) for number, id_ in enumerate(ids)}
@@ -58,24 +59,12 @@ def _queue() -> dict[str, Any]:
     }
 
 
-def _seats() -> dict[str, Any]:
-    return {
-        "is_limited": True,
-        "most": None,
-        "sessions": 30,
-        "tokens": 90_000,
-        "seats": 12,
-        "limit_tokens": 80_000,
-        "all_routers": {"waiting": 2, "oldest_s": 3.0},
-    }
-
-
 def _history(ids: list[str], samples: int) -> dict[str, Any]:
     history = History()
     for number in range(samples):
         wave = 1 + math.sin(number / 20)
         counts = Counts(round(20 * wave), 10_000, round(4_000 * wave), 900, [0.02, 0.05 * wave])
-        fleet_load = SampledLoad(round(4 * wave), round(wave), round(3 * wave), {"seats": 12})
+        fleet_load = SampledLoad(round(4 * wave), round(wave), round(3 * wave))
         fleet = sample(counts, fleet_load, elapsed_s=PERIOD_S)
         replica = sample(counts, SampledLoad(round(4 * wave), 0), elapsed_s=PERIOD_S)
         history.add(NOW_S - PERIOD_S * (samples - number), fleet, dict.fromkeys(ids, replica))
@@ -90,7 +79,6 @@ def _replica(id_: str, number: int) -> dict[str, Any]:
         "requests": 100 + number,
         "prompt_tokens": 1_000,
         "hit_tokens": 850,
-        "pulled_tokens": 50 * (number % 2),
         "capacity_blocks": 400,
         "host_blocks": 0,
         "cached_blocks": 300,
@@ -98,21 +86,6 @@ def _replica(id_: str, number: int) -> dict[str, Any]:
         "pinned_blocks": 20,
         "running": 3,
         "waiting": 1,
-    }
-
-
-def _named(ids: list[str]) -> dict[str, Any]:
-    return {
-        "id": "booking",
-        "tokens": 228,
-        "full_blocks": 7,
-        "partial_tokens": 4,
-        "assigned_to": ids,
-        "warm_on": ids[:1],
-        "computed_tokens": 224,
-        "pinned": True,
-        "hits": 138,
-        "tokens_saved": 30_900,
     }
 
 

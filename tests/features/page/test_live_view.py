@@ -4,8 +4,9 @@ import asyncio
 import json
 import random
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,20 +16,24 @@ from ray.exceptions import RayActorError
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
+from kvroute.features.figure import Figure
+from kvroute.features.page.decisions import DECISIONS, RECEIPT_REPLICAS, Decisions
+from kvroute.features.page.view import View
+from kvroute.features.router_feature import RouterFeature
 from kvroute.router.admission.waits import NO_WAIT, Wait
 from kvroute.router.connections.deployed import Deployed, DeployedReplicas
 from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.index.feed import Feed
-from kvroute.router.page import waiting
-from kvroute.router.page.prompt_changes import PromptChanges
-from kvroute.router.page.recent import DECISIONS, Recent
-from kvroute.router.page.view import RECEIPT_REPLICAS, View
+from kvroute.router.observability.observers import RequestObservers
+from kvroute.router.observability.queue_report import RecentWaits
+from kvroute.router.observability.recent_requests import RecentTokens
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES, Ledger, account
 from kvroute.router.queueing.queue import Queue, QueuedRequest
+from kvroute.router.serving.assembly import Parts
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -44,8 +49,11 @@ def in_serve() -> Deployed:
     return Deployed(3, {"r000": "RUNNING"}, frozenset())
 
 
-async def nothing_more() -> dict[str, Any]:
-    return {}
+class Watched(RouterFeature):
+    """A feature with a figure."""
+
+    async def figures(self) -> Sequence[Figure]:
+        return [Figure("Tea", "2 cups", "warm", "What there is.")]
 
 
 class Serving:
@@ -70,29 +78,32 @@ class Seen:
 
     def __init__(self, client: Any, replicas: int = 2) -> None:
         self.names = [f"r{number:03}" for number in range(replicas)]
-        self.recent = Recent()
+        self.decisions, sums = Decisions(), RecentTokens()
         self.queue = Queue[None](lambda: 1.0)
         self.fleet = Fleet(
-            model="m", revision="", block_size=4, rng=random.Random(0), observer=self.recent
+            model="m",
+            revision="",
+            block_size=4,
+            rng=random.Random(0),
+            observer=RequestObservers(self.decisions, sums),
         )
         serving: Any = Serving(self.names)
         links: Any = FakeLinks(serving.ids)
         self.serving, self.links = serving, links
         self.liveness = Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0)
         index = Index(client, "seen")
-        self.view = View(
-            self.recent,
-            RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),
+        parts = SimpleNamespace(
+            settings=RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),
             index=index,
-            places=PromptChanges(),
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
-            states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)).read,
-            queue=lambda: waiting.as_json(self.queue, 3.0),
-            features=dict,
-            live=nothing_more,
-            peers=PeerSubscriber(self.fleet, own="me"),
+            states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)),
+            queue=self.queue,
+            telemetry=SimpleNamespace(recent_tokens=sums, recent_waits=RecentWaits()),
+            features=[RouterFeature(), Watched()],
+            subscriber=PeerSubscriber(self.fleet, own="me"),
         )
+        self.view = View(cast("Parts", parts), self.decisions)
         self.update()
 
     def update(self, pins: Mapping[str, Warm] = NO_PINS) -> None:
@@ -170,7 +181,7 @@ async def test_a_request_that_found_its_replica_full_is_one_decision(client: Any
     answer(seen.send(to="r001"))
     (told,) = await seen.snapshot("decision/")
     assert told["replica"] == "r001"
-    assert seen.recent.in_flight == 0
+    assert seen.decisions.in_flight == 0
 
 
 async def test_only_the_last_decisions_are_remembered(client: Any) -> None:
@@ -216,11 +227,12 @@ async def test_a_decision_tells_how_long_it_was_held_back(client: Any) -> None:
     assert (told["queued_s"], told["ttft_s"]) == (2.5, 0.5)
 
 
-async def test_what_waits_is_told(client: Any) -> None:
+async def test_what_waits_and_figures_of_features_are_told(client: Any) -> None:
     seen = Seen(client)
     seen.queue.add(QueuedRequest(None, arrived_s=1.0, prefill_s=0.5))
     (told,) = await seen.snapshot("queue")
-    assert (told["requests"], told["prefill_s"], told["oldest_s"]) == (1, 0.5, 2.0)
+    assert (told["requests"], told["prefill_s"]) == (1, 0.5)
+    assert await seen.snapshot("figures") == [[["Tea", "2 cups", "warm", "What there is.", False]]]
 
 
 async def test_a_tile_has_what_the_index_knows(client: Any) -> None:

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.features.page.slow.page_server import PageServer, serve
+from tests.features.page.slow.page_state import page_state
 from tests.support.browser import Page, page
-from tests.support.page_server import PageServer, serve
-from tests.support.page_state import page_state
-from tests.support.repository import ROOT
 from tests.support.untested import needs
 
 pytestmark = needs("chromium")
 
-LOOKS = Path(ROOT, "tests", "support", "looks.js").read_text()
+LOOKS = Path(__file__).with_name("looks.js").read_text()
 WIDTHS = (400, 800, 1280, 1920)
 SHOWN = "document.querySelectorAll('.chart .line').length > 0"
 MOST_TABS = 80
@@ -146,7 +145,7 @@ def test_the_keyboard_alone_reaches_everything_and_explains_it(
         reached[focused["name"]] = shown.evaluate("openTips()")
     assert {"select charted", "button pause", "button zeros"} <= {*reached}
     assert reached["button Queued"][0].startswith("Requests that all routers hold back")
-    assert reached["button About named prefixes"][0].startswith("Prompt beginnings")
+    assert reached["button Sessions with a seat"] == ["Seats."]
     assert reached["button spilled"][0].endswith("When there are many: add replicas.")
     assert sum(name.startswith("summary") for name in reached) >= 1
     assert not reached["select charted"], "a tip closes when the focus goes on"

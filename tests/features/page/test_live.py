@@ -1,87 +1,14 @@
-"""Live pages receive all changes; sums cover the last minutes."""
+"""Live pages receive all changes."""
 
 import asyncio
 import json
-import random
-from collections import Counter
 from typing import Any
 
 import pytest
 
+from kvroute.features.page.live import LISTENERS, Live, State
 from kvroute.router.api.errors import ApiError
-from kvroute.router.page.live import LISTENERS, Live, State
-from kvroute.router.page.recent import RecentTokens, summed
-from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
-from kvroute.router.placement.ledger import Ledger, account
-from kvroute.router.sessions.returns import EvictionReason
 from tests.support.waiting import until
-
-# The sums over the window.
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def ledger(tokens: int, delivered: int = 0) -> Ledger:
-    return account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=delivered)
-
-
-def test_sums_cover_the_window_whenever_they_are_read() -> None:
-    clock, rng = Clock(), random.Random(0)
-    window, added = RecentTokens(clock), list[tuple[float, str, int]]()
-    for _ in range(2000):
-        clock.now_s += rng.expovariate(0.3)
-        replica_id, tokens = rng.choice("abc"), rng.randrange(100)
-        window.add(replica_id, ledger(tokens))
-        added.append((clock.now_s, replica_id, tokens))
-        oldest_s = BUCKET_S * (clock.now_s // BUCKET_S + 1) - WINDOW_S
-        expected = Counter[str]()
-        for at_s, name, count in added:
-            if at_s >= oldest_s:
-                expected[name] += count
-        assert {name: sums.tokens.new for name, sums in window.sums().items()} == expected
-
-
-def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
-    clock = Clock()
-    window = RecentTokens(clock)
-    window.add("gone", ledger(10, delivered=4))
-    assert (window.sums()["gone"].hit_tokens, window.sums()["gone"].prompt_tokens) == (4, 10)
-    clock.now_s += WINDOW_S
-    assert window.sums() == {}
-    assert not window._window.parts()
-
-
-def test_an_answer_that_two_replicas_gave_is_one_answered_request() -> None:
-    clock = Clock()
-    window = RecentTokens(clock)
-    window.add("lost", ledger(10), is_answered=False)
-    window.add("b", ledger(10))
-    found = summed(window.sums().values())
-    assert (found["requests"], found["tokens"]["new"]) == (1, 20)
-    clock.now_s += WINDOW_S
-    assert window.sums() == {}
-
-
-def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_request() -> None:
-    clock = Clock()
-    window = RecentTokens(clock)
-    whys: list[EvictionReason] = ["usual", "ended", "usual"]
-    for tokens, why in zip((10, 20, 30), whys, strict=True):
-        lost = account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=0, known=tokens)
-        window.add("a", lost, why)
-        clock.now_s += WINDOW_S / 2 + BUCKET_S
-    found = summed(window.sums().values())
-    assert found["evicted"] == {"ended": 0, "unlikely": 0, "usual": 30}
-    assert found["tokens"]["evicted"] == 30
-
-
-# The events for listeners.
 
 
 async def never() -> None:
@@ -102,8 +29,8 @@ class Source:
 
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Source, Live]:
-    monkeypatch.setattr("kvroute.router.page.live.PERIOD_S", 0.01)
-    monkeypatch.setattr("kvroute.router.page.live.FRESH_S", 0.0)
+    monkeypatch.setattr("kvroute.features.page.live.PERIOD_S", 0.01)
+    monkeypatch.setattr("kvroute.features.page.live.FRESH_S", 0.0)
     source = Source()
     return source, Live(source.snapshot, never)
 
@@ -156,7 +83,7 @@ async def test_a_slow_listener_misses_no_change(live: tuple[Source, Live]) -> No
 async def test_listeners_share_a_snapshot_and_without_listeners_there_is_none(
     live: tuple[Source, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.router.page.live.FRESH_S", 60.0)
+    monkeypatch.setattr("kvroute.features.page.live.FRESH_S", 60.0)
     source, page = live
     assert source.snapshots == 0
     listening = [await page.listen() for _ in range(3)]
