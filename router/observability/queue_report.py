@@ -70,8 +70,8 @@ def queue_report(queue: Queue[Any], now_s: float) -> dict[str, Any]:
     leave out background requests (queueing/queue.py).
     """
     lines = queue.state(now_s)
-    here, elsewhere = total(lines.values()), queue.in_other_routers()
-    everywhere = total([here, elsewhere])
+    here, elsewhere = _total(lines.values()), queue.in_other_routers()
+    everywhere = _total([here, elsewhere])
     return _state(here) | {
         "lines": {name: _state(state) for name, state in lines.items()},
         "all_routers": {
@@ -81,7 +81,7 @@ def queue_report(queue: Queue[Any], now_s: float) -> dict[str, Any]:
     }
 
 
-def total(states: Iterable[QueueState]) -> QueueState:
+def _total(states: Iterable[QueueState]) -> QueueState:
     """Return the sum of several lines or routers, with the longest wait of all."""
     states = list(states)
     return QueueState(

@@ -142,10 +142,10 @@ class RecentAnswers(RequestObserver):
             "window_s": round(now_s - begin_s, 1),
             "requests": len(ttfts_s),
             "requests_per_s": round(len(ttfts_s) / max(1.0, now_s - begin_s), 3),
-            "ttft_p50_s": _quantile(ttfts_s, 50),
-            "ttft_p90_s": _quantile(ttfts_s, 90),
-            "tpot_p50_s": _quantile(gaps_s, 50),
-            "tpot_p90_s": _quantile(gaps_s, 90),
+            "ttft_p50_s": quantile(ttfts_s, 50),
+            "ttft_p90_s": quantile(ttfts_s, 90),
+            "tpot_p50_s": quantile(gaps_s, 50),
+            "tpot_p90_s": quantile(gaps_s, 90),
         }
 
 
@@ -156,7 +156,8 @@ def _since(begin_s: float, times: deque[tuple[float, float]]) -> list[float]:
     return [seconds for _, seconds in times]
 
 
-def _quantile(times_s: list[float], percent: int) -> float | None:
+def quantile(times_s: list[float], percent: int) -> float | None:
+    """Return the time that this percentage of the times does not exceed; None: there is none."""
     if len(times_s) < 2:
         return round(times_s[0], 4) if times_s else None
     return round(statistics.quantiles(times_s, n=100, method="inclusive")[percent - 1], 4)

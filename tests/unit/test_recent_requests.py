@@ -3,7 +3,9 @@
 import random
 from collections import Counter
 
-from kvroute.router.observability.recent_requests import RecentTokens, summed
+import pytest
+
+from kvroute.router.observability.recent_requests import RecentTokens, quantile, summed
 from kvroute.router.observability.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.placement.ledger import Ledger, account
 from kvroute.router.sessions.returns import EvictionReason
@@ -69,3 +71,13 @@ def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_req
     found = summed(window.sums().values())
     assert found["evicted"] == {"ended": 0, "unlikely": 0, "usual": 30}
     assert found["tokens"]["evicted"] == 30
+
+
+@pytest.mark.parametrize(
+    ("times_s", "percent", "time_s"),
+    [([], 50, None), ([7.0], 90, 7.0), ([2.0, 1.0], 50, 1.5), ([9.0, 1.0, 2.0], 50, 2.0)],
+)
+def test_quantiles_need_no_order_and_few_times(
+    times_s: list[float], percent: int, time_s: float | None
+) -> None:
+    assert quantile(times_s, percent) == time_s

@@ -35,7 +35,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class _Sums:
+class _PlaceSums:
     """The sums of one part of the window."""
 
     requests: int = 0
@@ -48,7 +48,7 @@ class PromptChanges(RequestObserver):
     """Lost tokens by place, over the last WINDOW_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._window = RollingWindow(clock, _Sums)
+        self._window = RollingWindow(clock, _PlaceSums)
 
     def ended(self, attempt: Attempt) -> None:
         if (ledger := attempt.ledger()) is None:

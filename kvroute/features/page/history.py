@@ -1,6 +1,5 @@
 """The last hour of a model in one router, as samples of ten seconds, for the live page's charts."""
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -10,6 +9,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from kvroute.features.page.traffic import Counts
+from kvroute.router.observability.recent_requests import quantile
 
 PERIOD_S = 10.0  # time between two samples
 SAMPLES = 360  # samples in memory, which is one hour
@@ -37,23 +37,15 @@ class Sample(SampledLoad, frozen=True, kw_only=True):
 
 def sample(counts: Counts, load: SampledLoad, *, elapsed_s: float) -> Sample:
     """Return the sample of a period that lasted `elapsed_s`."""
-    times_s = sorted(counts.ttfts_s)
     return Sample(
         requests_per_s=round(counts.requests / elapsed_s, 3),
         output_tokens_per_s=round(counts.output_tokens / elapsed_s, 1),
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,
-        ttft_p50_s=quantile(times_s, 0.5),
-        ttft_p90_s=quantile(times_s, 0.9),
+        ttft_p50_s=quantile(counts.ttfts_s, 50),
+        ttft_p90_s=quantile(counts.ttfts_s, 90),
         **asdict(load),
     )
-
-
-def quantile(ordered: list[float], share: float) -> float | None:
-    """Return the value that this share of the values does not exceed: for 0.5, the median."""
-    if not ordered:
-        return None
-    return round(ordered[math.ceil(share * len(ordered)) - 1], 4)
 
 
 class History:
