@@ -14,9 +14,8 @@ from kvroute.features.router_service import RouterService
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-# What a caller may do. use: generate and embed. observe: read the live page, the metrics and the
-# state of the cluster, all of which show every tenant's requests. manage: change what the cluster
-# serves, and test it.
+# What a caller may do. use: generate and embed. observe: read the metrics and the state of the
+# cluster, which show every tenant's requests. manage: change what the cluster serves, and test it.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TENANT = r"^[\w.@-]{1,64}\Z"  # pattern of a tenant's name

@@ -1,4 +1,4 @@
-"""The state of each replica, by name: the one source of /health, the commands and the live page."""
+"""The state of each replica, by name: the one source of /health and the commands."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
