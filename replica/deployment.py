@@ -25,7 +25,6 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
-from kvroute.contract.pull import pull_key
 from kvroute.contract.ranks import rank_ids
 from kvroute.contract.records import Description, Pins, ProcessLocation
 from kvroute.features import FEATURES
@@ -66,9 +65,7 @@ class Replica:
         log_to_serve(self._settings.served_model_name)
         self._tracing = start_tracing("kvroute-replica", self.id)
         secret, self._host = new_secret(), os.environ.get(HOST) or ray.util.get_node_ip_address()
-        engines = await start_engines(
-            self._settings, self.id, host=self._host, key=pull_key(secret)
-        )
+        engines = await start_engines(self._settings, self.id, host=self._host, secret=secret)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
         self._metrics = ReplicaMetrics()

@@ -34,14 +34,14 @@ SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in a
 
 
 async def start_engines(
-    settings: ReplicaSettings, replica_id: str = "", *, host: str = "127.0.0.1", key: bytes = b""
+    settings: ReplicaSettings, replica_id: str = "", *, host: str = "127.0.0.1", secret: bytes = b""
 ) -> Sequence[Engine]:
     """Start the engine that the settings name, and return one object for each of its ranks.
 
     Args:
         settings: The replica's settings.
-        host: The address on which the engine serves blocks to other replicas.
-        key: The key that other replicas need for this; empty: the engine serves none.
+        host: The address on which the engine may listen for other replicas.
+        secret: The replica's secret; empty: the engine does not listen.
         replica_id: The replica's id. With it, the replica claims an attached server, that is, one
             that kvroute did not start.
     """
@@ -52,9 +52,8 @@ async def start_engines(
         return await start_attached(settings, folder, replica_id)
     if settings.engine == "simulated":
         simulated = [_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
-        for engine in simulated if settings.pull == "on" and key else ():
-            if engine.facts.host:
-                engine.serve_blocks(host, settings.ports, key, settings.tls)
+        for engine in simulated if secret else ():
+            engine.listen(settings, host, secret)
         return simulated
     for name, value in settings.environment.items():
         os.environ.setdefault(name, value)
@@ -67,18 +66,14 @@ async def start_engines(
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
         return await _start_unpatched(settings, folder, reason)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
-    from kvroute.replica.vllm_engine.features import HOST_MEMORY, SLOWER_TIERS, misfits
+    from kvroute.replica.vllm_engine.features import misfits
 
     off = await asyncio.to_thread(misfits)
     reasons = [f"{feature.name}: off, because {reason}" for feature, reason in off.items()]
     for reason in reasons:
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
-    if HOST_MEMORY in off:
-        settings = settings.model_copy(update={"host_cache_gb": "0"})
-    if HOST_MEMORY in off or SLOWER_TIERS in off:
-        settings = settings.model_copy(update={"pull": "off", "disk_cache": None})
     return await VllmEngine.start(
-        settings, folder, cores, host=host, key=key, unfit="; ".join(reasons)[:MAX_REASON]
+        settings, folder, cores, host=host, secret=secret, unfit="; ".join(reasons)[:MAX_REASON]
     )
 
 

@@ -1,6 +1,7 @@
 """A request to an engine, the chunks of its response, and its errors."""
 
 import secrets
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
@@ -12,7 +13,6 @@ from numpy.typing import NDArray
 from kvroute.blocks.chain import Scope
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 from kvroute.contract.keep import RetentionHint
-from kvroute.contract.pull import Pull, PullResult
 
 TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
@@ -45,7 +45,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
     # True: a batch request; it gives way to other requests in the engine (contract/priority.py).
     is_batch: bool = False
-    pull: Pull | None = None  # blocks to copy from another replica; None: copy none
+    features: dict[str, bytes] = {}  # name of a feature -> its data for the engine
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps the blocks in host memory, not in the KV cache
 
@@ -82,7 +82,7 @@ class Chunk(Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int  # prompt tokens served from the KV cache; equal in all chunks of an answer
     is_last: bool = False
     http: HttpPart | None = None  # bytes of the HTTP response, if the request has a `call`
-    pulled: PullResult | None = None  # the result of the request's pull, in one of the chunks
+    features: dict[str, bytes] | None = None  # name of a feature -> what the engine tells it
 
 
 Emit = Callable[[Chunk], None]  # receives a request's next chunk
@@ -112,13 +112,13 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
     """Join consecutive chunks of one answer into one chunk."""
     if len(chunks) == 1:
         return chunks[0]
-    last = chunks[-1]
+    last, features = chunks[-1], [chunk.features for chunk in chunks if chunk.features]
     return Chunk(
         tuple([id_ for chunk in chunks for id_ in chunk.token_ids]),
         last.cached_tokens,
         last.is_last,
         joined_parts([chunk.http for chunk in chunks if chunk.http]) if last.http else None,
-        next((chunk.pulled for chunk in chunks if chunk.pulled), None),
+        dict(ChainMap(*features)) if features else None,
     )
 
 

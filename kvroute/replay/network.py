@@ -8,9 +8,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from kvroute.contract.pull import LinkSpeed, PullResult, Reason
-from kvroute.replay.policies.policy_protocol import ModelledPull
 from kvroute.replay.workload.trace import Request
+from kvroute.replica.fabric.pull import LinkSpeed, Pull, PullResult, Reason
 
 ROUNDING = 1.0  # so few bytes are left of a complete pull, because of rounding errors
 
@@ -60,7 +59,7 @@ class Network:
     def begin(
         self,
         request: Request,
-        order: ModelledPull,
+        order: Pull,
         target: int,
         *,
         first_block: int,
@@ -85,8 +84,8 @@ class Network:
         late_s = now_s + order.within_s
         self._transfers.append(
             PullInProgress(
-                request, order.source, target, first_block, blocks, block_bytes, now_s, flows_s,
-                late_s, size,
+                request, int(order.replica_id), target, first_block, blocks, block_bytes, now_s,
+                flows_s, late_s, size,
             )
         )  # fmt: skip
 

@@ -10,7 +10,6 @@ from itertools import count, pairwise
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST, Tier
-from kvroute.contract.pull import LinkSpeed, PullResult, Reason
 from kvroute.contract.records import TierFacts
 from kvroute.replay.hardware.engine_model import (
     DISK_GB_PER_S,
@@ -39,6 +38,7 @@ from kvroute.replay.steps import StepResult, blocks_needed
 from kvroute.replay.token_gaps import TokenGaps
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, FollowUp
 from kvroute.replay.workload.trace import Request, TraceError
+from kvroute.replica.fabric.pull import LinkSpeed, PullResult, Reason
 
 ENGINE = EngineModel()
 
@@ -284,12 +284,13 @@ class _Simulation:
         request, order = decision.request, decision.pull
         if order is None:
             return ()
-        target, source = self._replicas[decision.replica], self._replicas[order.source]
+        target, source = self._replicas[decision.replica], self._replicas[int(order.replica_id)]
+        blocks = order.tokens // request.block_tokens
         first = target.held_blocks(request)
         assert source.memory is not None
-        end = min(order.blocks, first + source.memory.hits_in_host(request, first))
+        end = min(blocks, first + source.memory.hits_in_host(request, first))
         if end <= first:
-            reason: Reason = "" if order.blocks <= first else "gone"
+            reason: Reason = "" if blocks <= first else "gone"
             self._pulled[request.index] = PullResult(0, 0, 0.0, reason)
             return ()
         self._network.begin(

@@ -20,7 +20,8 @@ class Need:
     text: str  # the message: which option is missing, and how to set it
 
 
-def _has_host_cache(options: ModelOptions) -> bool:
+def has_host_cache(options: ModelOptions) -> bool:
+    """Return whether replicas have host memory for blocks."""
     return parsers.size_bytes(options.host_cache_gb, of_bytes=1 << 30) > 0
 
 
@@ -28,12 +29,9 @@ def _is_attached(options: ModelOptions) -> bool:
     return bool(options.attach or options.attach_file)
 
 
+HOST_CACHE = "host memory for blocks: add --host-cache-gb, such as --host-cache-gb 30%"
 NEEDS = (
-    Need(
-        ("pull", "disk_cache"),
-        _has_host_cache,
-        "host memory for blocks: add --host-cache-gb, such as --host-cache-gb 30%",
-    ),
+    Need(("disk_cache",), has_host_cache, HOST_CACHE),
     Need(("disk_cache_gb",), lambda options: options.disk_cache is not None, "--disk-cache FOLDER"),
     Need(
         ("host_cache_gb",),
@@ -92,11 +90,7 @@ NEEDS = (
         lambda options: options.engine == "simulated",
         "--engine simulated",
     ),
-    Need(
-        ("simulated_host_gb_per_s",),
-        _has_host_cache,
-        "host memory for blocks: add --host-cache-gb",
-    ),
+    Need(("simulated_host_gb_per_s",), has_host_cache, HOST_CACHE),
 )
 
 

@@ -53,12 +53,6 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
         )
 
     @property
-    def has_slower_tiers(self) -> bool:
-        """Return whether blocks can also come from other replicas or from a disk."""
-        is_asked = self.pull == "on" or self.disk_cache is not None
-        return is_asked and self.prefix_caching and self.host_cache_gb != "0"
-
-    @property
     def ports(self) -> range:
         """Return the ports for connections from routers; each replica listens on a free one."""
         return parsers.ports(self.replica_ports)

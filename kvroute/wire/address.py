@@ -3,12 +3,14 @@
 The routers find it in the routing stats that each replica reports to Ray Serve.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from kvroute.contract.pull import TlsMode
+# How a server encrypts its connections. off: it does not. made: with certificates that both ends
+# make from its secret. files: with certificates of an authority that operators have.
+TlsMode = Literal["off", "made", "files"]
 
 STATS_KEY = "kvroute_address"  # key of the address in the replica's routing stats of Ray Serve
 
@@ -20,7 +22,7 @@ class Address(Struct, frozen=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
     secret: bytes  # a random key with which the replica and its routers authenticate each other
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1  # data parallel ranks, each with its own cache
-    tls: TlsMode = "off"  # how its connections, and those of its block servers, are encrypted
+    tls: TlsMode = "off"  # how connections to it are encrypted
 
     def as_stats(self) -> dict[str, Any]:
         """Return the entry for the replica's routing stats of Ray Serve."""

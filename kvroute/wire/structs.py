@@ -147,7 +147,6 @@ def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
         request,
         order_s=bounded(request.order_s),
         waited_s=max(0.0, bounded(request.waited_s)),
-        pull=request.pull and request.pull.limited(),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvroute.contract.pull import TlsMode
+from kvroute.wire.address import TlsMode
 from kvroute.wire.contexts import Role, TlsEnd, end_of_files, shake_hands
 
 log = logging.getLogger("kvroute.wire")

@@ -7,7 +7,6 @@ from typing import Protocol
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.pull import Exchanging, PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import KVEvent
 
@@ -52,8 +51,6 @@ class Engine(Protocol):
           of the blocks in host memory are pinned instead.
         - Retention: when a request ends, its `keep` determines when its blocks are evicted
           (retention.py).
-        - Pull: a request with a `pull` waits until the blocks have arrived from the peer or the
-          time is over, and computes the rest. One of its chunks has the result.
         - HTTP: if the request has a `call`, its chunks are the HTTP response to the call.
 
         Raises:
@@ -92,17 +89,6 @@ class Engine(Protocol):
     async def drop_adapter(self, name: str) -> None:
         """Unload an admitted adapter, and refuse requests for it. No request may be using it."""
         return
-
-    def exchanging(self) -> Exchanging:
-        """Return how the engine exchanges blocks of its host memory with other engines now."""
-        return Exchanging()
-
-    async def pull(self, request: GenerateRequest) -> PullResult:
-        """Copy the blocks of a prompt from a peer's host memory, without computing anything.
-
-        The request's `pull` names the peer. Engines that do not pull return a result with a reason.
-        """
-        return PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
 
     async def render(self, call: HttpCall) -> Rendered:
         """Return the prompt that `generate` would use for this call."""

@@ -7,9 +7,9 @@ from statistics import median
 
 import numpy as np
 
-from kvroute.contract.pull import LinkSpeed
 from kvroute.prefill.speed import Speed
 from kvroute.replica.fabric.protocol import Rows
+from kvroute.replica.fabric.pull import LinkSpeed
 from kvroute.replica.fabric.puller import PullRun, Target
 from kvroute.replica.fabric.server import BlockPlace, BlockServer
 from kvroute.wire.tls import OFF, WireTls, client_end, server_ends

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvroute.contract.pull import Reason
 from kvroute.replica.fabric.protocol import (
     CHALLENGE,
     HERE,
@@ -37,6 +36,7 @@ from kvroute.replica.fabric.protocol import (
     send,
     shake_hands,
 )
+from kvroute.replica.fabric.pull import Reason
 from kvroute.wire.contexts import TlsEnd
 from kvroute.wire.framed_connection import is_proof, proof
 from kvroute.wire.tls import TlsError, explained

@@ -86,7 +86,7 @@ class BlockServer:
         Args:
             host: the address on which to listen.
             ports: the ports to try; 0: any free port.
-            key: pulls must prove to know this key (contract/pull.py: pull_key).
+            key: pulls must prove to know this key (pull.py: pull_key).
             format_: the EngineFacts.format of the engine; pulls with another one are refused.
             find: looks up a block; called in other threads.
             rows: the host memory.

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.pull import Exchanging, LinkSpeed, Pull, PullResult
 from kvroute.contract.records import TierFacts
 from kvroute.replica.fabric.protocol import Key
+from kvroute.replica.fabric.pull import Exchanging, LinkSpeed, Pull, PullResult, carried
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockPlace, BlockServer
 from kvroute.replica.sim_engine.blocks import BlockPool
@@ -101,7 +101,7 @@ class SimulatedPulls:
 
     async def pull(self, request: GenerateRequest, pull: Pull) -> PullResult:
         """Copy the blocks of a request's prompt. The copy goes on if this call is cancelled."""
-        task = asyncio.create_task(self._pull(request, pull.limited()))
+        task = asyncio.create_task(self._pull(request, pull))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
@@ -166,7 +166,7 @@ def reporting(emit: Emit, result: PullResult) -> Emit:
         nonlocal is_reported
         if not is_reported:
             is_reported = True
-            chunk = replace(chunk, pulled=result)
+            chunk = replace(chunk, features=carried(result))
         emit(chunk)
 
     return report

@@ -18,7 +18,6 @@ from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRe
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.preparation import prepared
-from kvroute.contract.pull import Exchanging, PullResult
 from kvroute.contract.records import Load
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
@@ -26,6 +25,16 @@ from kvroute.replica.engine.modelled_adapters import ModelledAdapters
 from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import AdapterCheck, Engine, any_files
 from kvroute.replica.fabric.block_format import format_of
+from kvroute.replica.fabric.pull import (
+    FEATURE,
+    Exchanging,
+    Pull,
+    PullResult,
+    PullSettings,
+    carried_in,
+    pull_key,
+)
+from kvroute.replica.fabric.pull import OFF as NO_PULL
 from kvroute.replica.sim_engine import http_response
 from kvroute.replica.sim_engine.blocks import Table
 from kvroute.replica.sim_engine.choice_output import ChoiceOutput, TokenLogprob, joined
@@ -36,7 +45,7 @@ from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice, max_tokens_of
 from kvroute.replica.sim_engine.sim_scheduler import SimulatedScheduler
 from kvroute.replica.sim_engine.step_pace import StepPace
-from kvroute.wire.tls import OFF, WireTls
+from kvroute.settings.replica import ReplicaSettings
 
 # Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
 MAX_WAITING_EVENTS = 100_000
@@ -101,39 +110,39 @@ class SimulatedEngine(Engine):
     def host_pins(self) -> Mapping[str, int]:
         return self._host_pins
 
-    def serve_blocks(self, host: str, ports: Sequence[int], key: bytes, tls: WireTls = OFF) -> None:
-        """Serve the blocks in host memory to other engines, and pull from them.
+    def listen(self, settings: ReplicaSettings, host: str, secret: bytes) -> None:
+        """Serve the blocks in host memory to other engines, and pull from them, if pulls are on.
 
         Args:
+            settings: The replica's settings.
             host: The address on which to listen.
-            ports: The ports to try.
-            key: Pulls must prove to know this key.
-            tls: The replica's settings for TLS.
+            secret: The replica's secret.
 
         Raises:
             OSError: No port is free.
         """
-        assert self.config.host
         config = self.config
+        if config.host is None or settings.in_replica(FEATURE, PullSettings).pull == "off":
+            return
         format_ = format_of({"simulated": [config.model, config.revision, config.block_size]})
         self._pulls = SimulatedPulls(
             self._pool,
-            self.config.host,
+            config.host,
             host=host,
-            ports=ports,
-            key=key,
+            ports=settings.ports,
+            key=pull_key(secret),
             format_=format_,
             publish=self._publish,
-            tls=tls,
+            tls=settings.tls,
         )
 
     def exchanging(self) -> Exchanging:
-        return self._pulls.exchanging if self._pulls else super().exchanging()
+        return self._pulls.exchanging if self._pulls else Exchanging()
 
     async def pull(self, request: GenerateRequest) -> PullResult:
-        if self._pulls is None or request.pull is None:
-            return await super().pull(request)
-        return await self._pulls.pull(request.using_all_blocks(), request.pull)
+        if self._pulls is None or (pull := carried_in(request.features, Pull)) is None:
+            return NO_PULL
+        return await self._pulls.pull(request.using_all_blocks(), pull)
 
     def admit_adapter(self, adapter: Adapter, check: AdapterCheck = any_files) -> None:
         self._adapters.admit(adapter)
@@ -145,9 +154,9 @@ class SimulatedEngine(Engine):
         self._adapters.forget(name)
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
-        if self._pulls is not None and request.pull is not None:
+        if self._pulls is not None and (pull := carried_in(request.features, Pull)) is not None:
             prepared()
-            emit = reporting(emit, await self._pulls.pull(request, request.pull))
+            emit = reporting(emit, await self._pulls.pull(request, pull))
         if request.call is None:
             await self._generate_raw(request, emit)
             return

@@ -31,11 +31,11 @@ from kvroute.contract.generation import (
     PinRefusedError,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.pull import Exchanging, PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import AdapterCheck, Engine, any_files
+from kvroute.replica.fabric.pull import Exchanging, PullResult
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
@@ -115,7 +115,7 @@ class VllmEngine(Engine):
         cores: Cores,
         *,
         host: str = "127.0.0.1",
-        key: bytes = b"",
+        secret: bytes = b"",
         unfit: str = "",
     ) -> "list[VllmEngine]":
         """Start vLLM, and return one object for each rank.
@@ -124,8 +124,8 @@ class VllmEngine(Engine):
             settings: The replica's settings.
             model: A folder, or a name on the Hugging Face Hub.
             cores: The CPU cores for the engine's processes.
-            host: The address on which each rank serves blocks to other replicas.
-            key: The key that other replicas need for this; empty: no rank serves any.
+            host: The address on which a rank may listen for other replicas.
+            secret: The replica's secret; empty: no rank listens.
             unfit: Which features are off because they do not fit the installed vLLM, and why.
 
         Raises:
@@ -155,7 +155,7 @@ class VllmEngine(Engine):
             )
             for core in rank_cores:
                 await run_smoke_test(core, crash_log)
-            pulls = [await EnginePulls.start(core, settings, host, key) for core in rank_cores]
+            pulls = [await EnginePulls.start(core, settings, host, secret) for core in rank_cores]
             await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
             for subscription in subscriptions:

@@ -8,17 +8,25 @@ from typing import Any
 import msgspec
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.pull import Exchanging, LinkSpeed, PullResult
 from kvroute.process.builtin_model import resolve
 from kvroute.replica.fabric.block_format import weights_digest
+from kvroute.replica.fabric.pull import (
+    FEATURE,
+    OFF,
+    Exchanging,
+    LinkSpeed,
+    PullResult,
+    carried,
+    pull_key,
+)
 from kvroute.replica.fabric.pull_speed import PullSpeed
 from kvroute.replica.vllm_engine.blocks.events import Pulled
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
+from kvroute.replica.vllm_engine.host.args import slower_tiers
 from kvroute.replica.vllm_engine.host.tier import OpenTiers
 from kvroute.replica.vllm_engine.process.quick_end import STOP_S
 from kvroute.settings.replica import ReplicaSettings
 
-OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
 Run = Callable[[GenerateRequest, Emit], Awaitable[None]]
 
 
@@ -39,11 +47,12 @@ class EnginePulls:
 
     @classmethod
     async def start(
-        cls, core: RankCore, settings: ReplicaSettings, host: str, key: bytes
+        cls, core: RankCore, settings: ReplicaSettings, host: str, secret: bytes
     ) -> "EnginePulls":
         """Open the tiers behind a rank's host memory, if it has any; see VllmEngine.start."""
-        if not settings.has_slower_tiers:
+        if not slower_tiers(settings):
             return cls(OpenTiers())
+        key = pull_key(secret) if secret else b""
         weights = await asyncio.to_thread(
             weights_digest, resolve(settings.model), settings.revision, settings.adapters
         )
@@ -72,7 +81,7 @@ class EnginePulls:
     @contextlib.contextmanager
     def reported(self, request: GenerateRequest, emit: Emit) -> Iterator[Emit]:
         """Return a function that emits the request's chunks, and the result of its pull in one."""
-        if request.pull is None:
+        if FEATURE not in request.features:
             yield emit
             return
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
@@ -82,7 +91,7 @@ class EnginePulls:
             nonlocal is_reported
             if not is_reported and result.done():
                 is_reported = True
-                chunk = msgspec.structs.replace(chunk, pulled=result.result())
+                chunk = msgspec.structs.replace(chunk, features=carried(result.result()))
             emit(chunk)
 
         self._results[request.request_id] = result
@@ -98,7 +107,7 @@ class EnginePulls:
             request: The prompt and its pull.
             run: Runs a request that only pulls, until it is cancelled.
         """
-        if request.pull is None or not self.opened.address:
+        if FEATURE not in request.features or not self.opened.address:
             return OFF
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         self._results[request.request_id] = result

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from ray.exceptions import RayError
 
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
-from kvroute.contract.pull import PullAccess, pull_key
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.connections.serve_replicas import ServeReplicas, UnknownReplicaError
@@ -106,10 +105,9 @@ class Links:
         """Return the ranks that the replica has reported; none before its first report."""
         return self._ranks.get(replica_id, ())
 
-    def pull_access(self, rank_id: str) -> PullAccess | None:
-        """Return what others need to pull a rank's blocks; None before its first report."""
-        address = self._addresses.get(replica_of(rank_id))
-        return PullAccess(pull_key(address.secret), address.tls) if address else None
+    def address(self, rank_id: str) -> Address | None:
+        """Return the address of a rank's replica; None before its first report."""
+        return self._addresses.get(replica_of(rank_id))
 
     def wire(self) -> dict[str, dict[str, str]]:
         """Return the host of each replica that has reported it, and the mode of its TLS, by id."""

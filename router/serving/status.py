@@ -195,7 +195,7 @@ class Status:
         """Return where the router connects to each replica, and how this is encrypted.
 
         Returns:
-            Replica id -> `host`, and `tls` (contract/pull.py: TlsMode).
+            Replica id -> `host`, and `tls` (wire/address.py: TlsMode).
         """
         return self._parts.links.wire()
 

@@ -19,12 +19,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, GenerateRequest
-from kvroute.contract.pull import Pull
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
 from tests.bench.report import Row, Section
 from tests.support.answers import ids_of
 from tests.support.chunks import streamed
-from tests.support.engines import BLOCK, PULL_KEY, Running, prompt_of, started
+from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, started
 from tests.support.waiting import until
 
 LENGTHS = (500, 1_000, 2_000, 4_000)  # tokens of a prompt
@@ -33,7 +33,7 @@ ANSWER_TOKENS = 16
 WITHIN_S = 60.0
 OPTIONS: dict[str, Any] = {
     "host_cache_gb": "1.2",
-    "pull": "on",
+    "replica_features": PULLING,
     "kv_cache_memory_mb": 300,
     "max_model_len": 4_096,
 }
@@ -93,7 +93,7 @@ async def _pulled(
     await asyncio.sleep(0.5)  # the last copies
     pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, len(prompt), WITHIN_S)
     times["pulled"], pulled = await _first_token(own, prompt, pull)
-    (result,) = [chunk.pulled for chunk in pulled if chunk.pulled]
+    (result,) = [carried_in(chunk.features, PullResult) for chunk in pulled if chunk.features]
     assert result.tokens == blocks * BLOCK, result
     transfers.append((result.size_bytes, result.took_s))
     times["KV cache"], cached = await _first_token(own, prompt)
@@ -109,7 +109,7 @@ async def _first_token(
     """Return the time to the first token of a prompt, in seconds, and the whole answer."""
     request = GenerateRequest("", np.array(prompt, np.uint32), max_tokens=ANSWER_TOKENS)
     running.requests += 1
-    request = replace(request, request_id=f"b{running.requests}", pull=pull)
+    request = replace(request, request_id=f"b{running.requests}", features=carried(pull))
     began_s, first_s, chunks = time.perf_counter(), 0.0, []
     async for chunk in streamed(running.engine.generate, request):
         first_s = first_s or time.perf_counter() - began_s

@@ -90,10 +90,10 @@ CLUSTERS = {
         tests=_in("own_cluster", "queue queue_seen long_prompt idle_connections"),
     ),
     "fleets": Part(
-        about="fleets that start, stop, grow, are mixed, handed over or upgraded",
+        about="fleets that start, stop, grow, are mixed or upgraded",
         tests=_in(
             "own_cluster",
-            "autoscaled_cluster mixed_fleet handed_over_cluster upgrade start_and_stop"
+            "autoscaled_cluster mixed_fleet upgrade start_and_stop"
             " last_answers watched_cluster losses_at_the_start",
         ),
     ),
@@ -107,8 +107,8 @@ CLUSTERS = {
         tests=_in("own_cluster", "vllm_cluster models ranks_cluster full_caches"),
     ),
     "caches": Part(
-        about="clusters with host memory and pulled blocks",
-        tests=_in("own_cluster", "host_memory pulling_cluster"),
+        about="clusters with host memory",
+        tests=_in("own_cluster", "host_memory"),
     ),
     "attached": Part(
         about="attached servers; models that see or embed",

@@ -20,6 +20,7 @@ from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engines
+from kvroute.replica.fabric.pull import pull_key
 from kvroute.replica.ghosts import Ghosts, make_ghosts
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
@@ -27,7 +28,9 @@ from tests.support.chunks import collected
 from tests.support.waiting import until
 
 BLOCK = 32
-PULL_KEY = b"key"  # key of the engines' block servers
+SECRET = b"secret"  # the secret of the engines' replicas
+PULL_KEY = pull_key(SECRET)  # key of their block servers
+PULLING = {"pulls": {"pull": "on"}}  # settings of features with which engines pull
 TOKENS = 8  # number of tokens of an answer
 TOOL_PARSER = "hermes"
 INTERVAL = 4  # number of tokens in a chunk of the engine that tests/slow/engines share
@@ -121,7 +124,7 @@ async def started_ranks(
         simulated_decode_ms=5,
         **(defaults | own),
     )
-    engines = await start_engines(settings, key=PULL_KEY)
+    engines = await start_engines(settings, secret=SECRET)
     tables = [BlockTable(engine.group_entries) for engine in engines]
     ranks = [
         Running(

@@ -12,9 +12,9 @@ from kvroute.blocks.chain import Space
 from kvroute.contract.comparison import Comparison
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.keep import RetentionHint
-from kvroute.contract.pull import Pull, PullResult
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
+from kvroute.replica.fabric.pull import Pull, PullResult, carried
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.wire.tls import OFF
 from tests.support.schedulers import BLOCK, request_of, scheduler_of
@@ -126,7 +126,7 @@ class Tiered:
         self.requests += 1
         name = f"r{self.requests}"
         extra: dict[str, Any] = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else {}
-        request = GenerateRequest(name, NO_TOKENS, pull=pull)
+        request = GenerateRequest(name, NO_TOKENS, features=carried(pull) if pull else {})
         args = extra | pull_args(request, is_all=only_pulls) or None
         self.scheduler.add_request(
             request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=args)

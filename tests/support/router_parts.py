@@ -17,7 +17,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import Index
 
 # Features that are off by default -> the options with which they are on.
-FEATURES_ON = {"responses": {"response_store_mb": 1}, "pulls": {"is_on": True}}
+FEATURES_ON = {"responses": {"response_store_mb": 1}, "pulls": {"pull": "on"}}
 NOWHERE = "redis://127.0.0.1:1"  # no Redis listens here
 
 

@@ -137,6 +137,18 @@ def test_only_the_list_imports_features_and_no_feature_imports_another() -> None
     assert imports == []
 
 
+def test_only_engines_one_feature_and_replays_know_how_blocks_move_between_replicas() -> None:
+    fabric = "kvroute.replica.fabric"
+    engines = ("kvroute.replica.sim_engine", "kvroute.replica.vllm_engine")
+    allowed = (fabric, *engines, "kvroute.features.pulls", "kvroute.replay")
+    users = [
+        module
+        for module in MODULES
+        if any(f"{imported}.".startswith(f"{fabric}.") for imported in _imports(module))
+    ]
+    assert [user for user in users if not user.startswith(allowed)] == []
+
+
 def test_the_list_of_features_imports_nothing_heavy() -> None:
     """Every process and every command imports it."""
     program = "import sys, kvroute.features; print(*sys.modules)"

@@ -17,13 +17,13 @@ import pytest
 import uvloop
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from kvroute.contract.pull import TlsMode
 from kvroute.local.before_start import check_wire_tls
 from kvroute.machine.problem import StartError
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.wire import server as replicas_end
 from kvroute.wire import tls as tls_module
+from kvroute.wire.address import TlsMode
 from kvroute.wire.contexts import TlsEnd, shake_hands
 from kvroute.wire.link import Link, LostError, connect
 from kvroute.wire.server import Server
@@ -369,9 +369,9 @@ async def test_during_a_rolling_update_routers_connect_to_old_and_new_replicas(
 ) -> None:
     async with Wired({"a": never}, {"echo": echo}, tls=replica, router_tls=router) as wired:
         assert await wired.links.call("a", "echo", b"x", within_s=10) == b"x"
-        access = wired.links.pull_access("a")
-        assert access is not None
-        assert access.tls == replica.mode
+        address = wired.links.address("a")
+        assert address is not None
+        assert address.tls == replica.mode
         assert wired.links.wire() == {"a": {"host": LOOPBACK, "tls": replica.mode}}
     is_warned = "is not encrypted, because the replica was started without" in caplog.text
     assert is_warned == (router.is_on and not replica.is_on)

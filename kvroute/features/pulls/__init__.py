@@ -42,20 +42,23 @@ class Pulling(Feature):
         return PullOptions
 
     def settings(self, options: Any) -> FeatureSettings:
-        values = {"hand_over_s": options.hand_over_s}
-        return FeatureSettings(values | {"is_on": options.pull == "on"}, values)
+        values = {"pull": options.pull, "hand_over_s": options.hand_over_s}
+        return FeatureSettings(values, values)
 
     def needs(self) -> "Sequence[Need]":
-        from kvroute.settings.needs import Need
+        from kvroute.settings.needs import HOST_CACHE, Need, has_host_cache
 
-        return [Need(("hand_over_s",), lambda options: options.pull == "on", "--pull on")]
+        return [
+            Need(("pull",), has_host_cache, HOST_CACHE),
+            Need(("hand_over_s",), lambda options: options.pull == "on", "--pull on"),
+        ]
 
     def router(self, base: "RouterBase") -> "RouterPulls | None":
-        from kvroute.features.pulls.pull_options import RouterPullOptions
+        from kvroute.features.pulls.pull_options import PullOptions
         from kvroute.features.pulls.router_pulls import RouterPulls
 
-        options = base.settings.of(self.name, RouterPullOptions)
-        return RouterPulls(base, options) if options.is_on else None
+        options = base.settings.of(self.name, PullOptions)
+        return RouterPulls(base, options) if options.pull == "on" else None
 
     def replica(self, base: "ReplicaBase") -> "ReplicaPulls":
         from kvroute.features.pulls.pull_options import PullOptions

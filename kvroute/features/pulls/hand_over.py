@@ -18,10 +18,10 @@ from typing import Literal, NamedTuple, get_args
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Order
-from kvroute.contract.pull import Pull, PullResult, decode_result
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.pulls.peer_pulls import Exchange, PlannedPulls
 from kvroute.features.pulls.recent_prompts import RecentPrompt, RecentPrompts
+from kvroute.replica.fabric.pull import Pull, PullResult, carried, decode_result
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.fleet import Fleet
@@ -218,6 +218,8 @@ class HandOver:
         wait_s = pulls.links.wait_s(prompt.rank_id, to.rank_id, now_s)
         # After this time, computing the blocks would have been faster.
         within_s = min(left_s, wait_s + to.pull_s + to.computing_s)
+        address = prompt.source.address
+        pull = Pull(prompt.rank_id, address, access.key, to.tokens, within_s, access.tls)
         request = GenerateRequest(
             f"hand-over-{secrets.token_hex(8)}",
             prompt.token_ids[: to.tokens],
@@ -226,14 +228,7 @@ class HandOver:
             shared_tokens=prompt.scope.shared_tokens,
             order_s=-MAX_ORDER_S,  # it computes nothing, so no request has to wait for it
             keep=prompt.retention.keep,
-            pull=Pull(
-                prompt.rank_id,
-                prompt.source.address,
-                access.key,
-                to.tokens,
-                within_s,
-                access.tls,
-            ),
+            features=carried(pull),
         )
         id_, result, end_s = request.request_id, None, now_s + wait_s + to.pull_s
         pulls.links.begin(id_, prompt.rank_id, to.rank_id, speed=to.exchange.speed, end_s=end_s)

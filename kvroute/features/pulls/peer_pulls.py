@@ -26,18 +26,19 @@ from msgspec.structs import replace
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
 from kvroute.contract.generation import Chunk, GenerateRequest
-from kvroute.contract.pull import (
-    FEATURE,
-    LinkSpeed,
-    Pull,
-    PullAccess,
-    PullResult,
-    decode_exchanging,
-)
 from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.placing_feature import PlacingFeature
 from kvroute.features.pulls.pull_links import PullLinks
+from kvroute.replica.fabric.pull import (
+    FEATURE,
+    LinkSpeed,
+    Pull,
+    PullResult,
+    carried,
+    carried_in,
+    decode_exchanging,
+)
 from kvroute.router.index.mirror import deepest
 from kvroute.router.placement.attempts import Attempt
 from kvroute.router.placement.policy import (
@@ -51,6 +52,7 @@ from kvroute.router.placement.policy import (
 
 if TYPE_CHECKING:
     from kvroute.router.placement.fleet import Fleet
+    from kvroute.wire.address import TlsMode
 
 TERM = "pull"  # name of the term
 # A pull may take its predicted time, and this share of the time to compute its blocks. Then the
@@ -71,6 +73,13 @@ class Exchange(NamedTuple):
     address: str  # address of the replica's block server; empty: it does not let others pull
     block_bytes: int  # bytes of one block
     speed: LinkSpeed | None  # how fast it pulls; None: it does not pull
+
+
+class PullAccess(NamedTuple):
+    """What a replica needs to connect to the block server of a peer."""
+
+    key: bytes  # pull_key of the peer
+    tls: "TlsMode" = "off"
 
 
 class PeerPull(NamedTuple):
@@ -292,7 +301,8 @@ class PlannedPulls(PlacingFeature):
         id_, target = attempt.request_id, attempt.replica_id
         self.links.begin(id_, pull.peer_id, target, speed=pull.speed, end_s=end_s)
         self._results[id_] = None
-        return replace(request, pull=self._order(candidate, pull, attempt.placement.block_size))
+        order = self._order(candidate, pull, attempt.placement.block_size)
+        return replace(request, features=request.features | carried(order)) if order else request
 
     def _order(self, candidate: Candidate, pull: PeerPull, block_size: int) -> Pull | None:
         """Return the candidate's pull as its replica gets it.
@@ -313,9 +323,10 @@ class PlannedPulls(PlacingFeature):
 
     def answering(self, attempt: Attempt, chunk: Chunk, now_s: float) -> None:
         """Learn from the result of a pull. Without one, the pull is over at the first token."""
-        if attempt.request_id in self._results and chunk.pulled is not None:
-            self._results[attempt.request_id] = chunk.pulled
-        self.end(attempt.request_id, chunk.pulled, now_s)
+        result = carried_in(chunk.features, PullResult)
+        if attempt.request_id in self._results and result is not None:
+            self._results[attempt.request_id] = result
+        self.end(attempt.request_id, result, now_s)
 
     def over(self, attempt: Attempt) -> None:
         if attempt.request_id in self._results:

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvroute.contract.pull import LinkSpeed
 from kvroute.prefill.speed import Speed
+from kvroute.replica.fabric.pull import LinkSpeed
 
 MAX_LINKS = 65_536  # links whose speed is remembered; further ones keep the replicas' own figures
 FIRST_PAUSE = 2.0  # time without pulls after a first failure, in the fleet's unit of time

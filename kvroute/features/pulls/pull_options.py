@@ -1,6 +1,6 @@
-"""The option of hand-overs, which routers and replicas receive."""
+"""The options of pulls, which routers and replicas receive."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -9,8 +9,17 @@ from kvroute.settings.options.common import CACHE
 
 
 class PullOptions(BaseModel):
-    """The option of hand-overs. --pull is an option of engines."""
+    """The options of pulls."""
 
+    pull: Annotated[
+        Literal["on", "off"],
+        Option(
+            CACHE,
+            "on: replicas with --host-cache-gb copy blocks from each other's host memory where "
+            "that is faster than computing them. Each of their ranks then needs another port of "
+            "--replica-ports. It has only run on CPUs so far.",
+        ),
+    ] = "off"
     hand_over_s: Annotated[
         float,
         Field(ge=0, le=3600),
@@ -20,9 +29,3 @@ class PullOptions(BaseModel):
             "replica that is removed. 0: they copy none.",
         ),
     ] = 30.0
-
-
-class RouterPullOptions(PullOptions):
-    """What routers receive."""
-
-    is_on: bool = False  # whether replicas pull

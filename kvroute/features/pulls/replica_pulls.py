@@ -1,16 +1,33 @@
 """The pulls of one replica: what the core calls."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+import msgspec
 from msgspec.structs import replace
 
-from kvroute.contract.pull import FEATURE, encode_exchanging, encode_result
 from kvroute.features.replica_feature import Method, ReplicaBase, ReplicaFeature
+from kvroute.replica.fabric.pull import FEATURE, OFF, Exchanging, PullResult, carried
 from kvroute.wire.structs import decode_begin
 
 if TYPE_CHECKING:
+    from kvroute.contract.generation import GenerateRequest
     from kvroute.features.pulls.pull_options import PullOptions
+
+
+@runtime_checkable
+class ExchangingEngine(Protocol):
+    """An engine whose ranks can exchange blocks of their host memory.
+
+    It also pulls the blocks of a request with a Pull before it computes the rest of the prompt, and
+    emits the PullResult in one of the chunks.
+    """
+
+    def exchanging(self) -> Exchanging:
+        """Return how the engine exchanges blocks now."""
+
+    async def pull(self, request: "GenerateRequest") -> PullResult:
+        """Pull the blocks of a request with a Pull, without computing anything."""
 
 
 class ReplicaPulls(ReplicaFeature):
@@ -25,12 +42,12 @@ class ReplicaPulls(ReplicaFeature):
         return {"pull": self._pull}
 
     def report(self, rank: int) -> bytes | None:
-        exchanging = self._ranks[rank].engine.exchanging()
-        return encode_exchanging(exchanging)[FEATURE] if exchanging.format else None
+        exchanging = self._exchanging(rank)
+        return carried(exchanging)[FEATURE] if exchanging.format else None
 
     def stays_s(self) -> float:
         """Stay until other replicas have pulled this replica's blocks, if they can."""
-        can_pull = any(rank.engine.exchanging().address for rank in self._ranks)
+        can_pull = any(self._exchanging(rank).address for rank in range(len(self._ranks)))
         return self._hand_over_s if can_pull else 0.0
 
     async def _pull(self, begin: bytes, rank: int) -> bytes:
@@ -44,4 +61,11 @@ class ReplicaPulls(ReplicaFeature):
             An encoded PullResult.
         """
         _, request = decode_begin(begin)
-        return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
+        engine, result = self._ranks[rank].engine, OFF
+        if isinstance(engine, ExchangingEngine):
+            result = await engine.pull(replace(request, rank=rank))
+        return msgspec.msgpack.encode(result)
+
+    def _exchanging(self, rank: int) -> Exchanging:
+        engine = self._ranks[rank].engine
+        return engine.exchanging() if isinstance(engine, ExchangingEngine) else Exchanging()

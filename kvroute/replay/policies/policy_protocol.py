@@ -8,10 +8,10 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.messages import RouterMessage
-from kvroute.contract.pull import LinkSpeed, PullResult
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
+from kvroute.replica.fabric.pull import LinkSpeed, Pull, PullResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,6 @@ class Setup:
         return self.kv_tokens // self.block_tokens
 
 
-class ModelledPull(NamedTuple):
-    """A router's order to a replica: pull blocks of a prompt from another replica."""
-
-    source: int  # the replica that has the blocks
-    blocks: int  # it has this many leading blocks of the prompt
-    within_s: float  # the pull ends after this time
-
-
 class PolicyDecision(NamedTuple):
     """A policy's decision to send a request to a replica."""
 
@@ -49,7 +41,7 @@ class PolicyDecision(NamedTuple):
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
     keep: RetentionHint | None = None  # retention hint for the request's blocks
     is_batch: bool = False  # whether the request gives way to others in the replica
-    pull: ModelledPull | None = None  # blocks to pull from another replica; None: nothing
+    pull: Pull | None = None  # blocks to pull from another replica; None: nothing
 
 
 class LoadReport(NamedTuple):

@@ -14,7 +14,6 @@ from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
 from kvroute.contract.keep import SESSION_BITS, RetentionHint, batch_hint, hash_number
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
-from kvroute.contract.pull import Exchanging, PullResult, encode_exchanging
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.features import FEATURES
 from kvroute.features.line import Line
@@ -28,7 +27,6 @@ from kvroute.replay.policies.llm_d import (
 )
 from kvroute.replay.policies.policy_protocol import (
     LoadReport,
-    ModelledPull,
     Policy,
     PolicyDecision,
     Setup,
@@ -41,6 +39,7 @@ from kvroute.replay.policies.rivals import (
     StickyLeastLoaded,
 )
 from kvroute.replay.workload.trace import Request
+from kvroute.replica.fabric.pull import Exchanging, Pull, PullResult, carried, carried_in
 from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
@@ -113,8 +112,7 @@ class Production:
         )
         load = Load()
         if setup.link:
-            exchanging = Exchanging("replay", "replay", *setup.link)
-            load = Load(features=encode_exchanging(exchanging))
+            load = Load(features=carried(Exchanging("replay", "replay", *setup.link)))
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, load) for name in self._names)
         for name in self._names:
             self._fleet.mirror.join(name)
@@ -210,13 +208,10 @@ class Production:
             pull=self._pull(attempt),
         )
 
-    def _pull(self, attempt: Attempt) -> ModelledPull | None:
+    def _pull(self, attempt: Attempt) -> Pull | None:
         """Return what the replica would be told to pull; None: nothing."""
         request = self._features.sending(GenerateRequest(attempt.request_id, NO_TOKENS), attempt)
-        if (pull := request.pull) is None:
-            return None
-        block_size = self._fleet.caches.block_size
-        return ModelledPull(int(pull.replica_id), pull.tokens // block_size, pull.within_s)
+        return carried_in(request.features, Pull)
 
     def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
         """Return whether the request gives way to others at its replica."""
@@ -231,8 +226,9 @@ class Production:
         return keep
 
     def on_pulled(self, request: Request, result: PullResult, now_s: float) -> None:
+        chunk = Chunk((), 0, features=carried(result))
         for answering in self._features.answering:
-            answering(self._attempts[request.index], Chunk((), 0, pulled=result), now_s)
+            answering(self._attempts[request.index], chunk, now_s)
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         self._attempts[request.index].first_token(now_s)

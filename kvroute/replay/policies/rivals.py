@@ -10,9 +10,9 @@ from types import MappingProxyType
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST, Tier
 from kvroute.contract.messages import RouterMessage
-from kvroute.contract.pull import PullResult
 from kvroute.replay.policies.policy_protocol import LoadReport, PolicyDecision, Setup
 from kvroute.replay.workload.trace import Request
+from kvroute.replica.fabric.pull import PullResult
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.policy import NO_PRICES, Candidate

@@ -43,8 +43,7 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_ports),
         Option(
             REPLICAS,
-            "Range of ports; each replica listens for routers on a free one. With --pull on, each "
-            "of its ranks needs another one.",
+            "Range of ports; each replica listens for routers on a free one.",
             example="20000-20999",
             default="any",
         ),
@@ -123,14 +122,6 @@ class ReplicaOptions(CommonOptions):
             basic=SERVE,
         ),
     ] = "0"
-    pull: Annotated[
-        Literal["on", "off"],
-        Option(
-            CACHE,
-            "on: replicas with --host-cache-gb copy blocks from each other's host memory where "
-            "that is faster than computing them. It has only run on CPUs so far.",
-        ),
-    ] = "off"
     disk_cache: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

@@ -10,7 +10,6 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.pull import PullResult
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -19,6 +18,7 @@ from kvroute.replica.engine.kv_events import (
     KVEvent,
     Transfers,
 )
+from kvroute.replica.fabric.pull import PullResult
 
 
 class Stored(kv_events.KVCacheEvent):
@@ -62,7 +62,7 @@ class Moved(kv_events.KVCacheEvent):
 
 
 class Pulled(kv_events.KVCacheEvent):
-    """vLLM's message for the result of a request's pull (contract/pull.py)."""
+    """vLLM's message for the result of a request's pull (fabric/pull.py)."""
 
     request_id: str  # id of the GenerateRequest
     result: PullResult

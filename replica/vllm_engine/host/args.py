@@ -9,7 +9,9 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from kvroute.contract.generation import CannotRunError
+from kvroute.replica.fabric.pull import FEATURE, PullSettings
 from kvroute.replica.vllm_engine.blocks.division import Division
+from kvroute.replica.vllm_engine.features import HOST_MEMORY, SLOWER_TIERS, is_on
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -37,12 +39,7 @@ def host_args(
         CannotRunError: The tier is larger than the memory, or --engine-args also creates a tier.
     """
     tier_bytes = settings.host_cache_bytes(node_bytes)
-    if settings.disk_cache and not tier_bytes:
-        raise CannotRunError(
-            f"--disk-cache is {settings.disk_cache}, but --host-cache-gb is 0; blocks reach the "
-            "disk through host memory, so set --host-cache-gb, too"
-        )
-    if not tier_bytes or not settings.prefix_caching:
+    if not (tier_bytes and settings.prefix_caching and is_on(HOST_MEMORY)):
         return {}
     _check(settings, tier_bytes * settings.data_parallel_size, node_bytes)
     package = __package__
@@ -52,7 +49,7 @@ def host_args(
         "cache_policy_module_path": f"{package}.policy",
         "offload_prompt_only": False,  # the prompt of a chat's next turn contains the answer
     }
-    tiers = _slower_tiers(settings)
+    tiers = slower_tiers(settings)
     if tiers and (not on_cpu or _fits_shared_memory(settings, tier_bytes)):
         extra |= {
             "spec_name": "FabricSpec",
@@ -67,12 +64,15 @@ def host_args(
     return {"kv_transfer_config": transfer}
 
 
-def _slower_tiers(settings: ReplicaSettings) -> list[dict[str, Any]]:
+def slower_tiers(settings: ReplicaSettings) -> list[dict[str, Any]]:
     """Return vLLM's arguments for the tiers behind host memory; the first that has a block is used.
 
     The ranks of a replica share the folder of the disk cache, and so its size.
     """
     tiers: list[dict[str, Any]] = []
+    is_caching = settings.prefix_caching and settings.host_cache_gb != "0"
+    if not (is_caching and is_on(HOST_MEMORY) and is_on(SLOWER_TIERS)):
+        return tiers
     if settings.disk_cache:
         tiers.append(
             {
@@ -82,7 +82,7 @@ def _slower_tiers(settings: ReplicaSettings) -> list[dict[str, Any]]:
                 "max_bytes": int(settings.disk_cache_gb * 1e9),
             }
         )
-    if settings.pull == "on":
+    if settings.in_replica(FEATURE, PullSettings).pull == "on":
         tiers.append({"type": "PeerTier", "module_path": f"{__package__}.peers"})
     return tiers
 

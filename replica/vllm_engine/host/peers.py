@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvroute.contract.pull import PullResult, Reason
 from kvroute.replica.fabric.protocol import Rows
+from kvroute.replica.fabric.pull import PullResult, Reason
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Find
 from kvroute.replica.vllm_engine.compat import source_of_pulls

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import Request
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.pull import Pull, PullResult
+from kvroute.replica.fabric.pull import Pull, PullResult, carried_in
 from kvroute.replica.vllm_engine.blocks.events import Pulled
 
 # Key in the extra_args of vLLM's SamplingParams. The value is an encoded PullArgument.
@@ -28,9 +28,9 @@ class PullArgument(NamedTuple):
 
 def pull_args(request: GenerateRequest, *, is_all: bool = False) -> dict[str, bytes]:
     """Return the entry of vLLM's extra_args for the request's pull."""
-    if request.pull is None:
+    if (pull := carried_in(request.features, Pull)) is None:
         return {}
-    argument = PullArgument(request.request_id, request.pull, is_all)
+    argument = PullArgument(request.request_id, pull, is_all)
     return {PULL_ARG: msgspec.msgpack.encode(argument)}
 
 

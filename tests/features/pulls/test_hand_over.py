@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
@@ -16,19 +17,20 @@ from msgspec import structs
 from kvroute.blocks.chain import EVERYBODY
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Emit, GenerateRequest, TokenIds
-from kvroute.contract.pull import (
-    Exchanging,
-    LinkSpeed,
-    PullResult,
-    Reason,
-    encode_exchanging,
-    encode_result,
-)
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.pulls.hand_over import HandOver, Outcome
 from kvroute.features.pulls.peer_pulls import Exchange, PlannedPulls
 from kvroute.features.pulls.recent_prompts import PROMPT_TOKENS, RecentPrompt, RecentPrompts
+from kvroute.replica.fabric.pull import (
+    Exchanging,
+    LinkSpeed,
+    Pull,
+    PullResult,
+    Reason,
+    carried,
+    carried_in,
+)
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints
 from kvroute.wire.structs import decode_begin
@@ -46,7 +48,7 @@ NO_PULLS = LinkSpeed(0.0, 0.0)
 def peer(replica_id: str, *, blocks: int = HOST_BLOCKS, link: LinkSpeed = LINK) -> ReplicaRecord:
     tier = TierFacts(blocks=blocks, block_bytes=1000, bytes_per_s=1e7)
     exchanging = Exchanging("f", f"{replica_id}:1", *link)
-    load = Load(features=encode_exchanging(exchanging))
+    load = Load(features=carried(exchanging))
     return structs.replace(record(replica_id, host=tier), load=load)
 
 
@@ -82,11 +84,12 @@ class Shrinking:
     async def _pull(self, replica_id: str, body: bytes, rank: int) -> bytes:
         _, request = decode_begin(body)
         self.receivers[replica_id] += 1
-        assert request.pull is not None
-        self.pulled.append((request.token_ids, request.pull.replica_id))
+        pull = carried_in(request.features, Pull)
+        assert pull is not None
+        self.pulled.append((request.token_ids, pull.replica_id))
         if reason := self.reasons.pop(0) if self.reasons else "":
-            return encode_result(PullResult(0, 0, 0.1, reason))
-        return encode_result(PullResult(request.pull.tokens, 1000, 0.1))
+            return msgspec.msgpack.encode(PullResult(0, 0, 0.1, reason))
+        return msgspec.msgpack.encode(PullResult(pull.tokens, 1000, 0.1))
 
     def answer(self, seed: int, *, before: Sequence[int] = (), hints: Any = NO_HINTS) -> TokenIds:
         """Let "a" answer a prompt that begins with these tokens."""

@@ -12,18 +12,19 @@ from prometheus_client import CollectorRegistry
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
 from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
-from kvroute.contract.pull import (
+from kvroute.contract.records import Load, ReplicaRecord, TierFacts
+from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.pulls.peer_pulls import PeerPull, PlannedPulls, pull_of
+from kvroute.features.pulls.router_pulls import PullMetrics
+from kvroute.replica.fabric.pull import (
     Exchanging,
     LinkSpeed,
     Pull,
     PullResult,
     Reason,
-    encode_exchanging,
+    carried,
+    carried_in,
 )
-from kvroute.contract.records import Load, ReplicaRecord, TierFacts
-from kvroute.features.placing_feature import PlacingFeatures
-from kvroute.features.pulls.peer_pulls import PeerPull, PlannedPulls, pull_of
-from kvroute.features.pulls.pull_metrics import PullMetrics
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import NO_OBSERVER, Attempt, Placement, RequestObserver
 from kvroute.router.placement.fleet import Fleet
@@ -48,7 +49,7 @@ def peer(
 ) -> ReplicaRecord:
     """Return the record of a replica that exchanges blocks."""
     address = f"{replica_id}:1" if has_server else ""
-    load = Load(features=encode_exchanging(Exchanging(format_, address, *link)))
+    load = Load(features=carried(Exchanging(format_, address, *link)))
     return structs.replace(record(replica_id, **{"host": TIER} | differs), load=load)
 
 
@@ -73,7 +74,7 @@ class PullingFleet(Fleet):
         """Send a prompt to a replica; return what it is told to pull."""
         attempt = self.sent(place(self), replica_id, request_id, 0.0)
         request = GenerateRequest(request_id, NO_TOKENS)
-        return attempt, self.features.sending(request, attempt).pull
+        return attempt, carried_in(self.features.sending(request, attempt).features, Pull)
 
 
 def fleet_of(*records: ReplicaRecord) -> PullingFleet:
@@ -112,7 +113,7 @@ def end(fleet: Fleet, attempt: Attempt, reason: Reason = "", *, took_s: float = 
     """Let the attempt's pull end at second 1. It copied 100 blocks, unless it failed."""
     tokens = 0 if reason else 100 * BLOCK
     result = PullResult(tokens, tokens // BLOCK * TIER.block_bytes, took_s, reason)
-    attempt.receive(Chunk((1,), tokens, is_last=True, pulled=result), 1.0)
+    attempt.receive(Chunk((1,), tokens, is_last=True, features=carried(result)), 1.0)
     attempt.end()
 
 
@@ -229,7 +230,7 @@ def test_a_peer_that_cannot_be_reached_any_more_is_not_asked(is_gone: bool) -> N
         fleet.update([peer("b")])
     else:
         fleet.pulls.access = lambda rank_id: None  # type: ignore[method-assign]
-    assert fleet.features.sending(GenerateRequest("r", NO_TOKENS), attempt).pull is None
+    assert fleet.features.sending(GenerateRequest("r", NO_TOKENS), attempt).features == {}
 
 
 def test_pulled_blocks_are_expected_at_the_replica_that_pulls() -> None:

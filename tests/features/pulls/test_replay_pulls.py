@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvroute.contract.pull import LinkSpeed
 from kvroute.replay.network import Network, PullInProgress
-from kvroute.replay.policies.policy_protocol import ModelledPull
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.trace import Request
+from kvroute.replica.fabric.pull import LinkSpeed, Pull
 from tests.support.conversations import conversations, request
 
 LINK = LinkSpeed(bytes_per_s=1000.0, latency_s=1.0)
@@ -21,8 +20,8 @@ def begin(
     network: Network, index: int, source: int, target: int, *, at_s: float, within_s: float = 1e6
 ) -> None:
     """Begin a pull of 10 blocks of 100 bytes: a second at full speed, after a second of latency."""
-    order = ModelledPull(source, 10, within_s)
     asked = request(index, [*range(1, 11)])
+    order = Pull(str(source), "", b"", asked.input_tokens, within_s)
     network.begin(asked, order, target, first_block=0, blocks=10, block_bytes=100, now_s=at_s)
 
 
@@ -71,7 +70,7 @@ def test_a_late_pull_brings_the_blocks_that_have_arrived() -> None:
 
 def test_a_pull_that_is_complete_but_for_rounding_brings_its_last_block() -> None:
     network = Network(LinkSpeed(bytes_per_s=0.3e9, latency_s=0.002))
-    order = ModelledPull(0, 10, 1e6)
+    order = Pull("0", "", b"", 10, 1e6)
     for index in range(7):
         asked = request(index, [*range(1, 11)])
         network.begin(

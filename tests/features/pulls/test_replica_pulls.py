@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvroute.contract.pull import FEATURE, Exchanging, decode_exchanging
 from kvroute.contract.records import Load
 from kvroute.features.pulls.peer_pulls import PlannedPulls
 from kvroute.features.pulls.pull_options import PullOptions
 from kvroute.features.pulls.replica_pulls import ReplicaPulls
 from kvroute.features.replica_feature import ReplicaFeatures
+from kvroute.replica.fabric.pull import FEATURE, Exchanging, decode_exchanging
 from tests.features.pulls.test_peer_pulls import fleet_of, peer
 
 
 def replica(*exchanging: Exchanging) -> ReplicaFeatures:
     """Return the features of a replica whose ranks exchange blocks like this."""
-    ranks = [SimpleNamespace(engine=SimpleNamespace(exchanging=lambda e=e: e)) for e in exchanging]
-    base: Any = SimpleNamespace(ranks=ranks)
+    engines = [SimpleNamespace(exchanging=lambda e=e: e, pull=print) for e in exchanging]
+    base: Any = SimpleNamespace(ranks=[SimpleNamespace(engine=engine) for engine in engines])
     return ReplicaFeatures([ReplicaPulls(base, PullOptions(hand_over_s=20.0))])
 
 

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvroute.contract.pull import Pull, TlsMode
-from tests.support.engines import BLOCK, PULL_KEY, Running, prompt_of, request_of, started
+from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
+from kvroute.wire.address import TlsMode
+from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, request_of, started
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -15,7 +16,7 @@ PROMPT = 20 * BLOCK  # tokens
 LONG_S = 60.0
 OWN: dict[str, Any] = {
     "host_cache_gb": "0.6",
-    "pull": "on",
+    "replica_features": PULLING,
     "kv_cache_memory_mb": 256,
     "max_model_len": 4_096,
 }
@@ -27,8 +28,8 @@ async def pulled(peer: Running, own: Running, prompt: list[int], tls: TlsMode) -
     await peer.run(request_of(prompt, max_tokens=16))
     await until(lambda: len(peer.table.in_host) >= before + len(prompt) // BLOCK)
     pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, len(prompt), LONG_S, tls)
-    chunks = await own.run(replace(request_of(prompt, max_tokens=16), pull=pull))
-    (result,) = [chunk.pulled for chunk in chunks if chunk.pulled]
+    chunks = await own.run(replace(request_of(prompt, max_tokens=16), features=carried(pull)))
+    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
     return result.tokens
 
 

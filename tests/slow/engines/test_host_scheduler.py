@@ -17,6 +17,7 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.block_table import Changes
 from kvroute.router.placement.fleet import Fleet
+from tests.support.engines import PULLING
 from tests.support.host_tiers import BLOCK_BYTES
 from tests.support.records import record
 from tests.support.schedulers import BLOCK
@@ -212,15 +213,15 @@ def test_without_the_option_there_is_no_connector() -> None:
 def test_the_tiers_behind_host_memory_are_off_unless_they_are_asked_for(
     on_cpu: bool, spec_name: str | None
 ) -> None:
-    from kvroute.replica.vllm_engine.host.args import host_args
+    from kvroute.replica.vllm_engine.host.args import host_args, slower_tiers
     from kvroute.settings.replica import ReplicaSettings
 
     own: Any = {"served_model_name": "m", "redis_url": "", "host_cache_gb": "0.001"}
-    for fields in ({}, {"pull": "on"}, {"disk_cache": "/disk"}):
+    for fields in ({}, {"replica_features": PULLING}, {"disk_cache": "/disk"}):
         settings = ReplicaSettings(**own, **fields)
         transfer = host_args(settings, node_bytes=1 << 40, on_cpu=on_cpu)["kv_transfer_config"]
         extra = transfer.kv_connector_extra_config
-        assert settings.has_slower_tiers == bool(fields)
+        assert bool(slower_tiers(settings)) == bool(fields)
         assert extra.get("spec_name") == ("FabricSpec" if fields else spec_name)
         assert bool(extra.get("secondary_tiers")) == bool(fields)
 

@@ -12,9 +12,9 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, GenerateRequest
-from kvroute.contract.pull import Pull, PullResult
+from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
 from tests.support.answers import ids_of
-from tests.support.engines import BLOCK, PULL_KEY, Running, prompt_of, request_of, started
+from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, request_of, started
 from tests.support.waiting import until
 
 pytestmark = [
@@ -31,7 +31,7 @@ LONGEST = 4_096
 async def engines() -> AsyncIterator[tuple[Running, Running]]:
     own: dict[str, Any] = {
         "host_cache_gb": "0.6",
-        "pull": "on",
+        "replica_features": PULLING,
         "kv_cache_memory_mb": 256,
         "max_model_len": LONGEST,
     }
@@ -56,11 +56,11 @@ def pull_from(peer: Running, tokens: int, **fields: Any) -> Pull:
 
 
 async def answer(running: Running, prompt: list[int], pull: Pull | None = None) -> list[Chunk]:
-    return await running.run(replace(request_of(prompt, max_tokens=16), pull=pull))
+    return await running.run(replace(request_of(prompt, max_tokens=16), features=carried(pull)))
 
 
 def pulled(chunks: list[Chunk]) -> PullResult:
-    (result,) = [chunk.pulled for chunk in chunks if chunk.pulled]
+    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
     return result
 
 
@@ -138,7 +138,9 @@ async def test_tenants_do_not_get_each_others_blocks(pair: tuple[Running, Runnin
     peer, own = pair
     prompt = prompt_of(PROMPT, 4)
     await filled(peer, prompt)
-    request = replace(request_of(prompt, "tenant", max_tokens=4), pull=pull_from(peer, PROMPT))
+    request = replace(
+        request_of(prompt, "tenant", max_tokens=4), features=carried(pull_from(peer, PROMPT))
+    )
     chunks = await own.run(request)
     assert (pulled(chunks).tokens, pulled(chunks).reason) == (0, "gone")
     assert chunks[0].cached_tokens == 0
@@ -278,7 +280,9 @@ async def test_blocks_are_pulled_without_a_request(pair: tuple[Running, Running]
     peer, own = pair
     prompt = prompt_of(PROMPT, 26)
     computed = await filled(peer, prompt)
-    request = GenerateRequest("warm", np.array(prompt, np.uint32), pull=pull_from(peer, PROMPT))
+    request = GenerateRequest(
+        "warm", np.array(prompt, np.uint32), features=carried(pull_from(peer, PROMPT))
+    )
     result = await own.engine.pull(request)
     assert (result.tokens, result.reason) == (PROMPT, "")
     await until(lambda: len(own.table.in_host) == PROMPT // BLOCK)
@@ -287,4 +291,4 @@ async def test_blocks_are_pulled_without_a_request(pair: tuple[Running, Running]
     chunks = await answer(own, [*prompt, 7])
     assert chunks[0].cached_tokens == PROMPT
     assert ids_of(await answer(own, prompt)) == ids_of(computed)
-    assert (await own.engine.pull(replace(request, pull=None))).reason == "off"
+    assert (await own.engine.pull(replace(request, features={}))).reason == "off"

@@ -15,9 +15,9 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, EngineDeadError
-from kvroute.contract.pull import Pull, PullResult
+from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
 from tests.support.answers import ids_of
-from tests.support.engines import BLOCK, PULL_KEY, Running, prompt_of, request_of, started
+from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, request_of, started
 from tests.support.links import Faults, link
 from tests.support.waiting import until
 
@@ -35,7 +35,7 @@ MB = 1_000_000
 AT = 5 * MB  # a position in the fourth block
 WHOLE = 3  # the blocks before it
 BEGUN = MB // 2  # bytes after which a pull has certainly begun
-OPTIONS: dict[str, Any] = {"host_cache_gb": "0.4", "pull": "on"}
+OPTIONS: dict[str, Any] = {"host_cache_gb": "0.4", "replica_features": PULLING}
 
 
 class Pair(NamedTuple):
@@ -74,7 +74,7 @@ async def engines() -> AsyncIterator[Pair]:
 
 
 async def answer(running: Running, prompt: list[int], pull: Pull | None = None) -> list[Chunk]:
-    return await running.run(replace(request_of(prompt, max_tokens=16), pull=pull))
+    return await running.run(replace(request_of(prompt, max_tokens=16), features=carried(pull)))
 
 
 async def filled(pair: Pair, seed: int) -> tuple[list[int], list[int]]:
@@ -92,7 +92,7 @@ def pull_from(pair: Pair, address: str = "", within_s: float = LONG_S, name: str
 
 def check(chunks: list[Chunk], computed: list[int], within_s: float = LONG_S) -> PullResult:
     """Check the text and the pull's time, and return the pull's result."""
-    (result,) = [chunk.pulled for chunk in chunks if chunk.pulled]
+    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
     assert ids_of(chunks) == computed
     assert chunks[0].cached_tokens == result.tokens
     assert result.took_s < within_s + MARGIN_S
@@ -186,7 +186,7 @@ async def test_a_peer_that_is_killed_during_a_pull(engines: Pair) -> None:
     other = prompt_of(PROMPT, 6)
     dead = await answer(engines.own, other, pull_from(engines, name="dead"))
     assert ids_of(dead) == ids_of(await answer(engines.own, other))
-    (result,) = [chunk.pulled for chunk in dead if chunk.pulled]
+    (result,) = [carried_in(chunk.features, PullResult) for chunk in dead if chunk.features]
     assert (result.tokens, result.reason) == (0, "lost")
     assert (await engines.own.compare()).drift == 0
 

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from kvroute.blocks.cache_groups import DISK_GROUPS, HOST_GROUPS
-from kvroute.contract.pull import Pull
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.fabric import block_files
+from kvroute.replica.fabric.pull import Pull
+from tests.support.engines import PULLING
 from tests.support.schedulers import BLOCK
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def start() -> Iterator[Callable[..., "Tiered"]]:
     engines: list[Tiered] = []
 
     def create(weights: str = "w", own: Mapping[str, Any] | None = None, **options: Any) -> Tiered:
-        engines.append(Tiered(own={"pull": "on", **(own or {})}, **options))
+        engines.append(Tiered(own={"replica_features": PULLING, **(own or {})}, **options))
         engines[-1].opened = engines[-1].open(weights)
         compute_at(engines[-1], SLOW)
         return engines[-1]

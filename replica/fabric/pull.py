@@ -1,27 +1,25 @@
 """Pulls: a replica copies a prompt's blocks from another replica's host memory.
 
 The router that sends a request names the other replica, which is called the peer, so no replica
-looks anything up. A pull is a hint: blocks that do not arrive are computed.
+looks anything up. A pull is a hint: blocks that do not arrive are computed. Routers decide in
+kvroute/features/pulls; requests, chunks and records carry these values under the feature's name.
 """
 
 import functools
 import hmac
-import math
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import replace
+from pydantic import BaseModel
 
 from kvroute.contract.records import Count, Name, Seconds
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.wire.address import TlsMode
 
-FEATURE = "pulls"  # the feature that pulls: the key of its data in records
-MAX_WITHIN_S = 1e6  # limit of received times in seconds; no pull is so long
+FEATURE = "pulls"  # the name of the feature
 _BLOCKS = b"kvroute blocks"
-
-# How a server encrypts its connections. off: it does not. made: with certificates that both ends
-# make from its secret. files: with certificates of an authority that operators have.
-TlsMode = Literal["off", "made", "files"]
 
 # Why a pull did not copy all blocks; empty: it copied all.
 # late: the time was over. lost: there was no connection to the peer, or it broke. refused: the peer
@@ -29,6 +27,12 @@ TlsMode = Literal["off", "made", "files"]
 # evicted it during the copy. damaged: a checksum was wrong. full: all of the replica's own host
 # memory is in use. off: the replica does not pull, or has cleared its cache during the pull.
 Reason = Literal["", "late", "lost", "refused", "gone", "damaged", "full", "off"]
+
+
+class PullSettings(BaseModel):
+    """What engines read of the feature's settings."""
+
+    pull: Literal["on", "off"] = "off"
 
 
 class LinkSpeed(NamedTuple):
@@ -61,13 +65,6 @@ class Exchanging(Struct, frozen=True, array_like=True):
         return LinkSpeed(self.latency_s, self.bytes_per_s) if self.bytes_per_s else None
 
 
-class PullAccess(NamedTuple):
-    """What a replica needs to connect to the block server of a peer."""
-
-    key: bytes  # pull_key of the peer
-    tls: TlsMode = "off"
-
-
 class Pull(Struct, frozen=True, array_like=True):
     """Tells a replica to copy the first blocks of a prompt from a peer's host memory.
 
@@ -78,15 +75,9 @@ class Pull(Struct, frozen=True, array_like=True):
     address: Name  # host:port of the peer's block server: Exchanging.address
     key: bytes  # pull_key of the peer
     tokens: Count  # the peer has the blocks of the prompt's first tokens, up to this number
-    within_s: Seconds  # the pull ends after this time, in seconds since the request's arrival
+    # The pull ends after this time, in seconds since the request's arrival.
+    within_s: Annotated[float, Meta(ge=0, le=1e6)]
     tls: TlsMode = "off"  # how the peer's block server encrypts
-
-    def limited(self) -> "Pull":
-        """Return the pull with a time from 0 to MAX_WITHIN_S; 0 instead of infinity and NaN."""
-        is_time = math.isfinite(self.within_s)
-        return replace(
-            self, within_s=min(max(0.0, self.within_s), MAX_WITHIN_S) if is_time else 0.0
-        )
 
 
 class PullResult(Struct, frozen=True, array_like=True):
@@ -98,24 +89,36 @@ class PullResult(Struct, frozen=True, array_like=True):
     reason: Reason = ""  # why not all blocks were copied
 
 
-def encode_result(result: PullResult) -> bytes:
-    """Encode the result of a pull, the answer of a replica's method `pull`."""
-    return msgspec.msgpack.encode(result)
+OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
+T = TypeVar("T", Pull, PullResult)
+
+
+def carried(data: Exchanging | Pull | PullResult) -> dict[str, bytes]:
+    """Return the `features` of a record, a request or a chunk that has this data."""
+    return {FEATURE: msgspec.msgpack.encode(data)}
+
+
+def carried_in(features: Mapping[str, bytes] | None, kind: type[T]) -> T | None:
+    """Return the data in the `features` of a request or a chunk; None if there is none.
+
+    What cannot be read is ignored, since a pull is a hint.
+    """
+    if not features or (packed := features.get(FEATURE)) is None:
+        return None
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except DECODE_ERRORS:
+        return None
 
 
 def decode_result(packed: bytes) -> PullResult:
-    """Decode the result of a pull. Raises one of DECODE_ERRORS."""
+    """Decode the answer of a replica's method `pull`. Raises one of DECODE_ERRORS."""
     return msgspec.msgpack.decode(packed, type=PullResult)
-
-
-def encode_exchanging(exchanging: Exchanging) -> dict[str, bytes]:
-    """Encode how an engine exchanges blocks, as a part of Load.features."""
-    return {FEATURE: msgspec.msgpack.encode(exchanging)}
 
 
 @functools.lru_cache(maxsize=4096)
 def decode_exchanging(packed: bytes) -> Exchanging:
-    """Decode the data of encode_exchanging. Raises one of DECODE_ERRORS.
+    """Decode how an engine exchanges blocks. Raises one of DECODE_ERRORS.
 
     Results are cached, since every poll reads the same data again.
     """

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvroute.contract.pull import TlsMode
 from kvroute.replica.fabric import server as server_module
 from kvroute.replica.fabric.protocol import Row
 from kvroute.replica.fabric.pull_speed import measured
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import BlockPlace, BlockServer
+from kvroute.wire.address import TlsMode
 from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 from tests.support.certificates import DAY, Authority
 from tests.support.waiting import wait_until

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.pull import LinkSpeed
 from kvroute.replica.fabric import server as server_module
 from kvroute.replica.fabric.protocol import CHALLENGE, PROOF, Row
+from kvroute.replica.fabric.pull import LinkSpeed
 from kvroute.replica.fabric.pull_speed import PullSpeed, measured
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockPlace, BlockServer

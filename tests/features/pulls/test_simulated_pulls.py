@@ -10,18 +10,18 @@ import pytest
 import pytest_asyncio
 
 from kvroute.contract.generation import Chunk, GenerateRequest
-from kvroute.contract.pull import Pull, PullResult
 from kvroute.replica.engine.kv_events import BlockStored
 from kvroute.replica.engines import start_engines
+from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
 from kvroute.replica.sim_engine.blocks import HOST
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.chunks import collected
+from tests.support.engines import PULL_KEY, PULLING, SECRET
 
 SIZE = 32  # tokens in a block
 BLOCKS = 10
 PROMPT = BLOCKS * SIZE + 1  # tokens
-KEY = b"key"
 LONG_S = 60.0
 
 
@@ -33,9 +33,9 @@ async def started(**own: Any) -> SimulatedEngine:
         block_size=SIZE,
         simulated_prefill_tokens_per_s=1000,
         simulated_decode_ms=0,
-        **{"host_cache_gb": "1", "pull": "on", **own},
+        **{"host_cache_gb": "1", "replica_features": PULLING, **own},
     )
-    (engine,) = await start_engines(settings, key=KEY)
+    (engine,) = await start_engines(settings, secret=SECRET)
     assert isinstance(engine, SimulatedEngine)
     return engine
 
@@ -50,13 +50,15 @@ async def pair() -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
 
 def request(seed: int = 1, pull: Pull | None = None, namespace: str = "") -> GenerateRequest:
     ids = np.random.default_rng(seed).integers(0, 1000, PROMPT).astype(np.uint32)
-    return GenerateRequest(f"r{seed}", ids, namespace, max_tokens=4, pull=pull)
+    return GenerateRequest(
+        f"r{seed}", ids, namespace, max_tokens=4, features=carried(pull) if pull else {}
+    )
 
 
 def pull_from(peer: SimulatedEngine, tokens: int = PROMPT, **fields: Any) -> Pull:
     own: dict[str, Any] = {
         "address": peer.exchanging().address,
-        "key": KEY,
+        "key": PULL_KEY,
         "within_s": LONG_S,
     } | fields
     return Pull("peer", tokens=tokens, **own)
@@ -64,7 +66,7 @@ def pull_from(peer: SimulatedEngine, tokens: int = PROMPT, **fields: Any) -> Pul
 
 async def run(engine: SimulatedEngine, request: GenerateRequest) -> tuple[list[Chunk], PullResult]:
     chunks = await collected(engine.generate, request)
-    (result,) = [chunk.pulled for chunk in chunks if chunk.pulled]
+    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
     return chunks, result
 
 
@@ -152,12 +154,12 @@ async def test_other_requests_run_while_one_waits_for_its_pull(pair: Pair) -> No
     assert (result.tokens, result.reason) == (0, "off")
 
 
-@pytest.mark.parametrize("own", [{"pull": "off"}, {"host_cache_gb": "0"}])
-async def test_an_engine_without_pulls_computes_and_reports_nothing(own: dict[str, str]) -> None:
+@pytest.mark.parametrize("own", [{"replica_features": {}}, {"host_cache_gb": "0"}])
+async def test_an_engine_without_pulls_computes_and_reports_nothing(own: dict[str, Any]) -> None:
     engine = await started(**own)
     assert (engine.exchanging().address, engine.exchanging().bytes_per_s) == ("", 0.0)
-    pull = Pull("peer", "127.0.0.1:1", KEY, PROMPT, LONG_S)
+    pull = Pull("peer", "127.0.0.1:1", PULL_KEY, PROMPT, LONG_S)
     chunks = await collected(engine.generate, request(pull=pull))
-    assert {chunk.pulled for chunk in chunks} == {None}
+    assert {chunk.features for chunk in chunks} == {None}
     assert (await engine.pull(request(pull=pull))).reason == "off"
     await engine.close()
