@@ -8,7 +8,15 @@ kvroute/features/pulls; requests, chunks and records carry these values under th
 import functools
 import hmac
 from collections.abc import Mapping
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,6 +25,9 @@ from pydantic import BaseModel
 from kvroute.contract.records import Count, Name, Seconds
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.wire.address import TlsMode
+
+if TYPE_CHECKING:
+    from kvroute.contract.generation import GenerateRequest
 
 FEATURE = "pulls"  # the name of the feature
 _BLOCKS = b"kvroute blocks"
@@ -89,13 +100,28 @@ class PullResult(Struct, frozen=True, array_like=True):
     reason: Reason = ""  # why not all blocks were copied
 
 
+@runtime_checkable
+class ExchangingEngine(Protocol):
+    """An engine whose ranks can exchange blocks of their host memory.
+
+    It also pulls the blocks of a request with a Pull before it computes the rest of the prompt, and
+    emits the PullResult in one of the chunks.
+    """
+
+    def exchanging(self) -> Exchanging:
+        """Return how the engine exchanges blocks now."""
+
+    async def pull(self, request: "GenerateRequest") -> PullResult:
+        """Pull the blocks of a request with a Pull, without computing anything."""
+
+
 OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
 T = TypeVar("T", Pull, PullResult)
 
 
-def carried(data: Exchanging | Pull | PullResult) -> dict[str, bytes]:
-    """Return the `features` of a record, a request or a chunk that has this data."""
-    return {FEATURE: msgspec.msgpack.encode(data)}
+def carried(data: Exchanging | Pull | PullResult | None) -> dict[str, bytes]:
+    """Return the `features` of a record, a request or a chunk with this data; None: it has none."""
+    return {} if data is None else {FEATURE: msgspec.msgpack.encode(data)}
 
 
 def carried_in(features: Mapping[str, bytes] | None, kind: type[T]) -> T | None:

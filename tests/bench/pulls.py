@@ -20,11 +20,19 @@ from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
+from kvroute.replica.fabric.pull import Pull, carried
 from tests.bench.report import Row, Section
 from tests.support.answers import ids_of
 from tests.support.chunks import streamed
-from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, started
+from tests.support.engines import (
+    BLOCK,
+    PULL_KEY,
+    PULLING,
+    Running,
+    prompt_of,
+    pull_results,
+    started,
+)
 from tests.support.waiting import until
 
 LENGTHS = (500, 1_000, 2_000, 4_000)  # tokens of a prompt
@@ -91,9 +99,9 @@ async def _pulled(
     blocks = (len(prompt) - 1) // BLOCK
     await until(lambda: len(peer.table.in_host) >= blocks)
     await asyncio.sleep(0.5)  # the last copies
-    pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, len(prompt), WITHIN_S)
+    pull = Pull("peer", peer.exchanger.exchanging().address, PULL_KEY, len(prompt), WITHIN_S)
     times["pulled"], pulled = await _first_token(own, prompt, pull)
-    (result,) = [carried_in(chunk.features, PullResult) for chunk in pulled if chunk.features]
+    (result,) = pull_results(pulled)
     assert result.tokens == blocks * BLOCK, result
     transfers.append((result.size_bytes, result.took_s))
     times["KV cache"], cached = await _first_token(own, prompt)

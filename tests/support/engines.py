@@ -5,7 +5,7 @@ import contextlib
 import gc
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engines
-from kvroute.replica.fabric.pull import pull_key
+from kvroute.replica.fabric.pull import ExchangingEngine, PullResult, carried_in, pull_key
 from kvroute.replica.ghosts import Ghosts, make_ghosts
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
@@ -89,6 +89,12 @@ class Running:
             self.ghosts.record_events(events)
             self.table.apply(events, self.changes)
 
+    @property
+    def exchanger(self) -> ExchangingEngine:
+        """Return the engine as one that exchanges blocks."""
+        assert isinstance(self.engine, ExchangingEngine)
+        return self.engine
+
     async def compare(self) -> Comparison:
         """Return how the block table differs from the blocks that the engine has cached."""
         self.table.compared = None
@@ -145,6 +151,12 @@ async def started_ranks(
         vars(running).clear()
     del engine, engines
     gc.collect()
+
+
+def pull_results(chunks: Sequence[Chunk]) -> list[PullResult]:
+    """Return the results of pulls in the chunks of an answer."""
+    found = [carried_in(chunk.features, PullResult) for chunk in chunks]
+    return [result for result in found if result is not None]
 
 
 def shallow_model(folder: Path, width: int = WIDTH) -> Path:

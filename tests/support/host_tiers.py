@@ -126,7 +126,7 @@ class Tiered:
         self.requests += 1
         name = f"r{self.requests}"
         extra: dict[str, Any] = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else {}
-        request = GenerateRequest(name, NO_TOKENS, features=carried(pull) if pull else {})
+        request = GenerateRequest(name, NO_TOKENS, features=carried(pull))
         args = extra | pull_args(request, is_all=only_pulls) or None
         self.scheduler.add_request(
             request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=args)

@@ -1,33 +1,17 @@
 """The pulls of one replica: what the core calls."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
 
 from kvroute.features.replica_feature import Method, ReplicaBase, ReplicaFeature
-from kvroute.replica.fabric.pull import FEATURE, OFF, Exchanging, PullResult, carried
+from kvroute.replica.fabric.pull import FEATURE, OFF, Exchanging, ExchangingEngine, carried
 from kvroute.wire.structs import decode_begin
 
 if TYPE_CHECKING:
-    from kvroute.contract.generation import GenerateRequest
     from kvroute.features.pulls.pull_options import PullOptions
-
-
-@runtime_checkable
-class ExchangingEngine(Protocol):
-    """An engine whose ranks can exchange blocks of their host memory.
-
-    It also pulls the blocks of a request with a Pull before it computes the rest of the prompt, and
-    emits the PullResult in one of the chunks.
-    """
-
-    def exchanging(self) -> Exchanging:
-        """Return how the engine exchanges blocks now."""
-
-    async def pull(self, request: "GenerateRequest") -> PullResult:
-        """Pull the blocks of a request with a Pull, without computing anything."""
 
 
 class ReplicaPulls(ReplicaFeature):

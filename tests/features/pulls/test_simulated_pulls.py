@@ -12,12 +12,12 @@ import pytest_asyncio
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.replica.engine.kv_events import BlockStored
 from kvroute.replica.engines import start_engines
-from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
+from kvroute.replica.fabric.pull import Pull, PullResult, carried
 from kvroute.replica.sim_engine.blocks import HOST
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.chunks import collected
-from tests.support.engines import PULL_KEY, PULLING, SECRET
+from tests.support.engines import PULL_KEY, PULLING, SECRET, pull_results
 
 SIZE = 32  # tokens in a block
 BLOCKS = 10
@@ -50,9 +50,7 @@ async def pair() -> AsyncIterator[tuple[SimulatedEngine, SimulatedEngine]]:
 
 def request(seed: int = 1, pull: Pull | None = None, namespace: str = "") -> GenerateRequest:
     ids = np.random.default_rng(seed).integers(0, 1000, PROMPT).astype(np.uint32)
-    return GenerateRequest(
-        f"r{seed}", ids, namespace, max_tokens=4, features=carried(pull) if pull else {}
-    )
+    return GenerateRequest(f"r{seed}", ids, namespace, max_tokens=4, features=carried(pull))
 
 
 def pull_from(peer: SimulatedEngine, tokens: int = PROMPT, **fields: Any) -> Pull:
@@ -66,7 +64,7 @@ def pull_from(peer: SimulatedEngine, tokens: int = PROMPT, **fields: Any) -> Pul
 
 async def run(engine: SimulatedEngine, request: GenerateRequest) -> tuple[list[Chunk], PullResult]:
     chunks = await collected(engine.generate, request)
-    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
+    (result,) = pull_results(chunks)
     return chunks, result
 
 

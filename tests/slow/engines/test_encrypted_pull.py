@@ -5,9 +5,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
+from kvroute.replica.fabric.pull import Pull, carried
 from kvroute.wire.address import TlsMode
-from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, request_of, started
+from tests.support.engines import (
+    BLOCK,
+    PULL_KEY,
+    PULLING,
+    Running,
+    prompt_of,
+    pull_results,
+    request_of,
+    started,
+)
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -27,9 +36,9 @@ async def pulled(peer: Running, own: Running, prompt: list[int], tls: TlsMode) -
     before = len(peer.table.in_host)
     await peer.run(request_of(prompt, max_tokens=16))
     await until(lambda: len(peer.table.in_host) >= before + len(prompt) // BLOCK)
-    pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, len(prompt), LONG_S, tls)
+    pull = Pull("peer", peer.exchanger.exchanging().address, PULL_KEY, len(prompt), LONG_S, tls)
     chunks = await own.run(replace(request_of(prompt, max_tokens=16), features=carried(pull)))
-    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
+    (result,) = pull_results(chunks)
     return result.tokens
 
 

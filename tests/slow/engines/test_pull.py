@@ -12,9 +12,18 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, GenerateRequest
-from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
+from kvroute.replica.fabric.pull import Pull, PullResult, carried
 from tests.support.answers import ids_of
-from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, request_of, started
+from tests.support.engines import (
+    BLOCK,
+    PULL_KEY,
+    PULLING,
+    Running,
+    prompt_of,
+    pull_results,
+    request_of,
+    started,
+)
 from tests.support.waiting import until
 
 pytestmark = [
@@ -51,7 +60,7 @@ async def pair(engines: tuple[Running, Running]) -> AsyncIterator[tuple[Running,
 
 
 def pull_from(peer: Running, tokens: int, **fields: Any) -> Pull:
-    pull = Pull("peer", peer.engine.exchanging().address, PULL_KEY, tokens, LONG_S)
+    pull = Pull("peer", peer.exchanger.exchanging().address, PULL_KEY, tokens, LONG_S)
     return replace(pull, **fields)
 
 
@@ -60,7 +69,7 @@ async def answer(running: Running, prompt: list[int], pull: Pull | None = None) 
 
 
 def pulled(chunks: list[Chunk]) -> PullResult:
-    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
+    (result,) = pull_results(chunks)
     return result
 
 
@@ -283,12 +292,12 @@ async def test_blocks_are_pulled_without_a_request(pair: tuple[Running, Running]
     request = GenerateRequest(
         "warm", np.array(prompt, np.uint32), features=carried(pull_from(peer, PROMPT))
     )
-    result = await own.engine.pull(request)
+    result = await own.exchanger.pull(request)
     assert (result.tokens, result.reason) == (PROMPT, "")
     await until(lambda: len(own.table.in_host) == PROMPT // BLOCK)
     assert len(own.table) == PROMPT // BLOCK  # nothing was computed
-    assert (await own.engine.pull(request)).tokens == 0
+    assert (await own.exchanger.pull(request)).tokens == 0
     chunks = await answer(own, [*prompt, 7])
     assert chunks[0].cached_tokens == PROMPT
     assert ids_of(await answer(own, prompt)) == ids_of(computed)
-    assert (await own.engine.pull(replace(request, features={}))).reason == "off"
+    assert (await own.exchanger.pull(replace(request, features={}))).reason == "off"

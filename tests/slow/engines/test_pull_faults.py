@@ -15,9 +15,18 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, EngineDeadError
-from kvroute.replica.fabric.pull import Pull, PullResult, carried, carried_in
+from kvroute.replica.fabric.pull import Pull, PullResult, carried
 from tests.support.answers import ids_of
-from tests.support.engines import BLOCK, PULL_KEY, PULLING, Running, prompt_of, request_of, started
+from tests.support.engines import (
+    BLOCK,
+    PULL_KEY,
+    PULLING,
+    Running,
+    prompt_of,
+    pull_results,
+    request_of,
+    started,
+)
 from tests.support.links import Faults, link
 from tests.support.waiting import until
 
@@ -86,13 +95,13 @@ async def filled(pair: Pair, seed: int) -> tuple[list[int], list[int]]:
 
 
 def pull_from(pair: Pair, address: str = "", within_s: float = LONG_S, name: str = "p") -> Pull:
-    address = address or pair.peer.engine.exchanging().address
+    address = address or pair.peer.exchanger.exchanging().address
     return Pull(name, address, PULL_KEY, PROMPT, within_s)
 
 
 def check(chunks: list[Chunk], computed: list[int], within_s: float = LONG_S) -> PullResult:
     """Check the text and the pull's time, and return the pull's result."""
-    (result,) = [carried_in(chunk.features, PullResult) for chunk in chunks if chunk.features]
+    (result,) = pull_results(chunks)
     assert ids_of(chunks) == computed
     assert chunks[0].cached_tokens == result.tokens
     assert result.took_s < within_s + MARGIN_S
@@ -112,7 +121,7 @@ async def test_blocks_before_a_fault_of_the_link_are_used_and_the_rest_is_comput
     engines: Pair, faults: Faults, within_s: float, reason: str, seed: int
 ) -> None:
     prompt, computed = await filled(engines, seed)
-    with link(engines.peer.engine.exchanging().address, faults) as through:
+    with link(engines.peer.exchanger.exchanging().address, faults) as through:
         pull = pull_from(engines, through.address, within_s, name=reason)
         result = check(await answer(engines.own, prompt, pull), computed, within_s)
     assert (result.tokens, result.reason) == (WHOLE * BLOCK, reason)
@@ -124,7 +133,7 @@ async def test_blocks_before_a_fault_of_the_link_are_used_and_the_rest_is_comput
 async def test_a_slow_link_is_given_up_at_the_limit(engines: Pair) -> None:
     prompt, computed = await filled(engines, 1)
     slow = Faults(bytes_per_s=10 * MB)
-    with link(engines.peer.engine.exchanging().address, slow) as through:
+    with link(engines.peer.exchanger.exchanging().address, slow) as through:
         pull = pull_from(engines, through.address, LIMIT_S, name="slow")
         result = check(await answer(engines.own, prompt, pull), computed, LIMIT_S)
     assert result.reason == "late"
@@ -134,7 +143,7 @@ async def test_a_slow_link_is_given_up_at_the_limit(engines: Pair) -> None:
 async def test_blocks_that_disappear_at_the_peer_are_computed(engines: Pair) -> None:
     prompt, computed = await filled(engines, 2)
     slow = Faults(bytes_per_s=5 * MB)
-    with link(engines.peer.engine.exchanging().address, slow) as through:
+    with link(engines.peer.exchanger.exchanging().address, slow) as through:
         pull = pull_from(engines, through.address, name="clears")
         waiting = asyncio.create_task(answer(engines.own, prompt, pull))
         await until(lambda: through.sent_bytes > BEGUN)
@@ -160,7 +169,7 @@ async def test_a_frozen_peer_is_given_up_at_the_limit(engines: Pair) -> None:
 async def test_a_peer_that_freezes_during_a_pull_is_given_up_at_the_limit(engines: Pair) -> None:
     prompt, computed = await filled(engines, 4)
     slow = Faults(bytes_per_s=20 * MB)
-    with link(engines.peer.engine.exchanging().address, slow) as through:
+    with link(engines.peer.exchanger.exchanging().address, slow) as through:
         pull = pull_from(engines, through.address, LIMIT_S, name="freezes")
         waiting = asyncio.create_task(answer(engines.own, prompt, pull))
         await until(lambda: through.sent_bytes > BEGUN)
@@ -175,7 +184,7 @@ async def test_a_peer_that_freezes_during_a_pull_is_given_up_at_the_limit(engine
 async def test_a_peer_that_is_killed_during_a_pull(engines: Pair) -> None:
     prompt, computed = await filled(engines, 5)
     slow = Faults(bytes_per_s=5 * MB)
-    with link(engines.peer.engine.exchanging().address, slow) as through:
+    with link(engines.peer.exchanger.exchanging().address, slow) as through:
         waiting = asyncio.create_task(
             answer(engines.own, prompt, pull_from(engines, through.address, name="dies"))
         )
@@ -186,7 +195,7 @@ async def test_a_peer_that_is_killed_during_a_pull(engines: Pair) -> None:
     other = prompt_of(PROMPT, 6)
     dead = await answer(engines.own, other, pull_from(engines, name="dead"))
     assert ids_of(dead) == ids_of(await answer(engines.own, other))
-    (result,) = [carried_in(chunk.features, PullResult) for chunk in dead if chunk.features]
+    (result,) = pull_results(dead)
     assert (result.tokens, result.reason) == (0, "lost")
     assert (await engines.own.compare()).drift == 0
 
