@@ -16,12 +16,14 @@ from msgspec.structs import replace
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.records import TierFacts
+from kvroute.replica.fabric.block_format import format_of
 from kvroute.replica.fabric.protocol import Key
 from kvroute.replica.fabric.pull import Exchanging, LinkSpeed, Pull, PullResult, carried
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockPlace, BlockServer
 from kvroute.replica.sim_engine.blocks import BlockPool
-from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
+from kvroute.settings.replica import ReplicaSettings
+from kvroute.wire.tls import client_end, server_ends
 
 ROW_BYTES = 8
 SPEED = LinkSpeed(latency_s=0.005, bytes_per_s=1.25e9)  # modelled: a network of 10 Gbit/s
@@ -53,30 +55,27 @@ class SimulatedPulls:
         self,
         pool: PullingPool,
         tier: TierFacts,
-        *,
+        settings: ReplicaSettings,
         host: str,
-        ports: Sequence[int],
         key: bytes,
-        format_: str,
         publish: Callable[[], None],
-        tls: WireTls = OFF,
     ) -> None:
         """Start to serve blocks.
 
         Args:
             pool: The engine's KV cache.
             tier: Its host memory.
+            settings: The replica's settings.
             host: The address on which to listen.
-            ports: The ports to try.
             key: Pulls must prove to know this key.
-            format_: The format of the engine's blocks.
             publish: Publishes the events of the pool.
-            tls: The replica's settings for TLS.
 
         Raises:
             OSError: No port is free.
         """
-        self._pool, self._publish, self._format, self._tls = pool, publish, format_, tls
+        model = [settings.served_model_name, settings.revision, settings.block_size]
+        self._pool, self._publish, self._tls = pool, publish, settings.tls
+        self._format = format_of({"simulated": model})
         self._block_s = tier.block_bytes / SPEED.bytes_per_s  # time to copy a block
         self._block_bytes = tier.block_bytes
         self._threads = ThreadPoolExecutor(MAX_PULLS, "pull")
@@ -84,15 +83,15 @@ class SimulatedPulls:
         self._tasks = set[asyncio.Task[PullResult]]()
         self._server = BlockServer(
             host,
-            ports,
+            settings.ports,
             key=key,
-            format_=format_,
+            format_=self._format,
             find=self._place,
             rows=np.zeros((1, ROW_BYTES), np.uint8),
-            tls=server_ends(tls, key),
+            tls=server_ends(self._tls, key),
         )
         self.exchanging = Exchanging(
-            format_, self._server.address, SPEED.latency_s, SPEED.bytes_per_s
+            self._format, self._server.address, SPEED.latency_s, SPEED.bytes_per_s
         )
 
     def _place(self, key: Key) -> BlockPlace | None:

@@ -24,7 +24,6 @@ from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.modelled_adapters import ModelledAdapters
 from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import AdapterCheck, Engine, any_files
-from kvroute.replica.fabric.block_format import format_of
 from kvroute.replica.fabric.pull import (
     FEATURE,
     Exchanging,
@@ -121,20 +120,10 @@ class SimulatedEngine(Engine):
         Raises:
             OSError: No port is free.
         """
-        config = self.config
-        if config.host is None or settings.in_replica(FEATURE, PullSettings).pull == "off":
-            return
-        format_ = format_of({"simulated": [config.model, config.revision, config.block_size]})
-        self._pulls = SimulatedPulls(
-            self._pool,
-            config.host,
-            host=host,
-            ports=settings.ports,
-            key=pull_key(secret),
-            format_=format_,
-            publish=self._publish,
-            tls=settings.tls,
-        )
+        is_on = settings.in_replica(FEATURE, PullSettings).pull == "on"
+        if is_on and self.config.host is not None:
+            key, tier = pull_key(secret), self.config.host
+            self._pulls = SimulatedPulls(self._pool, tier, settings, host, key, self._publish)
 
     def exchanging(self) -> Exchanging:
         return self._pulls.exchanging if self._pulls else Exchanging()
