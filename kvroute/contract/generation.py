@@ -45,7 +45,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
     # True: a batch request; it gives way to other requests in the engine (contract/priority.py).
     is_batch: bool = False
-    features: dict[str, bytes] = {}  # name of a feature -> its data for the engine
+    features: dict[str, bytes] | None = None  # name of a feature -> its data for the engine
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps the blocks in host memory, not in the KV cache
 

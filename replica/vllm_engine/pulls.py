@@ -11,12 +11,13 @@ from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.process.builtin_model import resolve
 from kvroute.replica.fabric.block_format import weights_digest
 from kvroute.replica.fabric.pull import (
-    FEATURE,
     OFF,
     Exchanging,
     LinkSpeed,
+    Pull,
     PullResult,
     carried,
+    carried_in,
     pull_key,
 )
 from kvroute.replica.fabric.pull_speed import PullSpeed
@@ -81,7 +82,7 @@ class EnginePulls:
     @contextlib.contextmanager
     def reported(self, request: GenerateRequest, emit: Emit) -> Iterator[Emit]:
         """Return a function that emits the request's chunks, and the result of its pull in one."""
-        if FEATURE not in request.features:
+        if carried_in(request.features, Pull) is None:
             yield emit
             return
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
@@ -107,7 +108,7 @@ class EnginePulls:
             request: The prompt and its pull.
             run: Runs a request that only pulls, until it is cancelled.
         """
-        if FEATURE not in request.features or not self.opened.address:
+        if carried_in(request.features, Pull) is None or not self.opened.address:
             return OFF
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         self._results[request.request_id] = result

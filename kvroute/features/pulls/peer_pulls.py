@@ -302,7 +302,7 @@ class PlannedPulls(PlacingFeature):
         self.links.begin(id_, pull.peer_id, target, speed=pull.speed, end_s=end_s)
         self._results[id_] = None
         order = self._order(candidate, pull, attempt.placement.block_size)
-        return replace(request, features=request.features | carried(order))
+        return replace(request, features={**(request.features or {}), **carried(order)})
 
     def _order(self, candidate: Candidate, pull: PeerPull, block_size: int) -> Pull | None:
         """Return the candidate's pull as its replica gets it.
