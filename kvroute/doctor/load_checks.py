@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvroute.doctor.checks import Check, Facts
 from kvroute.features import FEATURES
 from kvroute.features import REFUSALS as FEATURE_REFUSALS
+from kvroute.router.placement.ledger import CACHED
 from kvroute.wording import plural
 
 # A warning if a replica has more than this many seconds of prefill queued, or if requests have
@@ -34,7 +35,6 @@ class Limit(NamedTuple):
 
 # The ledger (router/placement/ledger.py) counts each prompt token under one cause, which says why
 # the token was cached or not.
-CACHED = ("hit", "pulled", "disk", "unexpected_hit")  # causes of tokens from a cache
 COMPUTED = {  # cause of misses in the ledger -> which tokens had to be computed
     "stale": "were expected in a cache that did not have them",
     "spilled": "were cached on a busier replica",

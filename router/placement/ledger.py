@@ -67,6 +67,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 NOTHING = range(0)
 CAUSES = Ledger.__struct_fields__
+CACHED = ("hit", "pulled", "disk", "unexpected_hit")  # causes of tokens from a cache
 
 
 def account(

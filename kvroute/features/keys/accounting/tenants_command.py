@@ -11,13 +11,12 @@ import typer
 
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, print_entries
+from kvroute.router.placement.ledger import CACHED
 
 CSV_COLUMNS = (
     *("model", "tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
     *("gpu_seconds", "gpu_seconds_saved", "failed"),
 )
-# Causes under which the response counts cached tokens.
-CACHED = ("hit", "pulled", "disk", "unexpected_hit")
 
 
 class Format(StrEnum):
