@@ -82,7 +82,7 @@ async def filled(peer: Running, prompt: list[int]) -> list[Chunk]:
 
 
 def test_the_engines_publish_where_they_serve_blocks(engines: tuple[Running, Running]) -> None:
-    first, second = (running.engine for running in engines)
+    first, second = (running.exchanger for running in engines)
     assert first.exchanging().address != second.exchanging().address
     assert first.exchanging().format == second.exchanging().format != ""
     assert first.exchanging().bytes_per_s > 0
