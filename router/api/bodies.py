@@ -4,15 +4,15 @@ A small body is parsed in the event loop. A large body is parsed in a child proc
 have millions of values, and the event loop would be blocked until all of them were created.
 """
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Depends
 from pydantic import BaseModel
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
+from kvroute.router.api.body_parts import BodyParts
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.api.parse_process import ParseProcess
@@ -68,36 +68,31 @@ class Bodies:
             self._held -= len(body)
 
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Read the whole body into `body`.
-
-        A body that is too large is read to its end as well, because a client does not read the
-        error before it has sent the whole body.
+        """Read the whole body into `body`, decompressed.
 
         Raises:
             ApiError: the body is too large or stopped, the client disconnected, or other bodies
                 take too much memory.
         """
-        size, parts = 0, aiter(request.stream())
-        while True:
-            try:
-                async with asyncio.timeout(SILENCE_S):
-                    part = await anext(parts, None)
-            except TimeoutError:
-                raise _silent(size) from None
-            except ClientDisconnect:
-                message = "the client disconnected before it had sent the whole body"
-                raise ApiError(499, message, code="client_left") from None
-            if part is None:
-                break
+        size = 0
+        if request.headers.get("expect", "").lower() == "100-continue":
+            # This client has not sent the body yet, and reads the answer first.
+            size = int(request.headers.get("content-length", 0))
+        parts = BodyParts(request, silence_s=SILENCE_S)
+        if size > self._limit:
+            raise self._too_large(f"{size}")
+        size = 0
+        while (part := await parts.next()) is not None:
             size += len(part)
             if size > self._limit:
                 self._held -= len(body)
                 body.clear()
-            else:
-                self._hold(len(part))
-                body += part
-        if size > self._limit:
-            raise self._too_large(size)
+                skipped = await parts.skip()
+                raise self._too_large(
+                    f"more than {self._limit}" if parts.is_compressed else f"{size + skipped}"
+                )
+            self._hold(len(part))
+            body += part
 
     def _hold(self, size: int) -> None:
         """Count this many further bytes of unparsed bodies.
@@ -114,7 +109,7 @@ class Bodies:
             )
         self._held += size
 
-    def _too_large(self, size: int) -> ApiError:
+    def _too_large(self, size: str) -> ApiError:
         return ApiError(
             413,
             f"the body has {size} bytes; the limit is {self._limit} ({self._limit_mb} MB). Send a "
@@ -129,12 +124,3 @@ async def _bodies(request: Request) -> Bodies:
 
 
 BodyReader = Annotated[Bodies, Depends(_bodies)]  # FastAPI passes the router's Bodies to routes
-
-
-def _silent(size: int) -> ApiError:
-    return ApiError(
-        408,
-        f"the body stopped after {size} bytes: no data came for {SILENCE_S:g} s. Send the request "
-        "again",
-        code="request_timeout",
-    )

@@ -1,14 +1,14 @@
 """Reads a form with a file from the body of a request, part by part, without keeping the file."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
+from kvroute.router.api.body_parts import BodyParts
 from kvroute.router.api.errors import ApiError, invalid
 
 SILENCE_S = 60.0  # longest time between two parts of a body, in seconds
@@ -74,7 +74,7 @@ class UploadForm:
         self._has_file = False
         self._start_s = time.monotonic()
         self._received = 0  # bytes of the body
-        self._stream = aiter(request.stream())
+        self._body = BodyParts(request, silence_s=SILENCE_S)
         self._parts = 0  # number of fields so far
         self._part = _Part()
         self._data: list[bytes] = []  # parts of the file that were read but not yet returned
@@ -122,8 +122,7 @@ class UploadForm:
     async def _read(self) -> bool:
         """Read a part of the body; return False at its end."""
         try:
-            async with asyncio.timeout(SILENCE_S):
-                chunk = await anext(self._stream, None)
+            chunk = await self._body.next()
             if chunk is None:
                 self._parser.finalize()
                 return False
@@ -132,11 +131,6 @@ class UploadForm:
             if self._on_bytes is not None:
                 await self._on_bytes(chunk)
             self._parser.write(chunk)
-        except TimeoutError:
-            raise ApiError(408, f"no data came for {SILENCE_S:g} s; upload it again") from None
-        except ClientDisconnect:
-            message = "the client disconnected before it had sent the whole file"
-            raise ApiError(499, message, code="client_left") from None
         except FormParserError as error:
             raise invalid(None, f"the form is not valid: {error}") from None
         return True

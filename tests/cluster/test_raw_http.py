@@ -1,11 +1,14 @@
 """Requests that clients write by themselves: what is wrong with them comes back as JSON."""
 
+import gzip
 import json
 import socket
 from email import message_from_bytes
 from typing import Any
 
+import httpx
 import pytest
+from backports import zstd
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.serving import Cluster
@@ -110,6 +113,28 @@ def test_a_request_that_cannot_be_read_is_refused_for_clients_of_any_api(
     assert answer.status == status
     assert answer.error.keys() >= {"type", "message"}
     assert json.loads(answer.body)["type"] == "error"
+
+
+@pytest.mark.parametrize("path", [CHATS, "/v1/files"])
+def test_a_compressed_body_is_read_as_the_body_that_it_contains(
+    cluster: Cluster, path: str
+) -> None:
+    if path == CHATS:
+        body = json.dumps(
+            {"model": BUILTIN_MODEL, "messages": user("Hi"), "max_tokens": 2}
+        ).encode()
+        content_type = "application/json"
+    else:
+        form = {"purpose": (None, "batch"), "file": ("lines.jsonl", b"{}\n" * 1000)}
+        request = httpx.Request("POST", cluster.url, files=form)
+        body, content_type = request.read(), request.headers["content-type"]
+    for coding, compressed in (("zstd", zstd.compress(body)), ("gzip", gzip.compress(body))):
+        headers = {"content-type": content_type, "content-encoding": coding}
+        answer = httpx.post(cluster.url + path, content=compressed, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json().get("bytes", 3000) == 3000
+        wrong = httpx.post(cluster.url + path, content=body, headers=headers, timeout=60)
+        assert (wrong.status_code, wrong.headers["accept-encoding"]) == (415, "gzip, zstd, deflate")
 
 
 def test_a_client_that_closes_its_side_is_told_that_it_counts_as_gone(cluster: Cluster) -> None:
