@@ -29,7 +29,6 @@ class Line(Generic[R, W]):
     """The requests of one router that wait for one feature, before they are queued."""
 
     reason = ""  # a word for the wait, such as "seat"; requests are refused for no_REASON
-    notice = ""  # what a waiting client is told, such as "waiting for a seat"
     max_wait_s = 0.0  # the longest wait; 0: no limit
     recheck_s = 1.0  # a replay looks again after this time whether a waiting request may go
 

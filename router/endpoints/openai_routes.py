@@ -36,8 +36,13 @@ from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
-from kvroute.router.endpoints.wait_notices import WaitNotices
-from kvroute.router.middleware.entrance import caller_of, counting_refusals, entered
+from kvroute.router.endpoints.signs_of_life import SignsOfLife, keep_alive_s
+from kvroute.router.middleware.entrance import (
+    INTERNAL_CALLER,
+    caller_of,
+    counting_refusals,
+    entered,
+)
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
@@ -61,25 +66,31 @@ class Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # tracing names the request's span after the path of this object
-        request, notices = Request(scope, receive), WaitNotices(send)
+        request = Request(scope, receive)
+        # A request of this process to itself has no connection that somebody could close.
+        every_s = 0.0 if INTERNAL_CALLER in scope else keep_alive_s(request)
+        signs = SignsOfLife(send, every_s)
         try:
             # The stack keeps what features use until the request has ended.
             with entered(request) as entry, ExitStack() as request.state.kept:
-                with counting_refusals(request):
-                    response = await self.respond(request, entry, notices)
+                try:
+                    with counting_refusals(request):
+                        response = await self.respond(request, entry, signs)
+                finally:
+                    await signs.end()
                 response.headers.update(entry.headers(time.monotonic()))
-                if not notices.has_started:
+                if not signs.has_started:
                     await response(scope, receive, send)
                 elif response.status_code >= 400:
-                    await notices.refused(response)
+                    await signs.refused(response)
                 else:
-                    await response(scope, receive, notices.send)
+                    await response(scope, receive, signs.send)
         except ApiError as error:
-            if not notices.has_started:
+            if not signs.has_started:
                 raise
-            await notices.failed(error)
+            await signs.failed(error)
 
-    async def respond(self, request: Request, entry: Entry, notices: WaitNotices) -> Response:
+    async def respond(self, request: Request, entry: Entry, signs: SignsOfLife) -> Response:
         """Read the body, and return the response to it."""
         bodies: Bodies = request.app.state.bodies
         if self.path == SCORING:
@@ -93,7 +104,7 @@ class Answers:
             return await run_together(answers, id_=id_)
         parse = parse_invocation if self.path == INVOCATIONS else partial(parse_call, self.path)
         call = await bodies.read(parse, request)
-        return await answer(call, request, entry, id_=request_id(request), notices=notices)
+        return await answer(call, request, entry, id_=request_id(request), signs=signs)
 
     def route(self) -> Route:
         """Return the route for the application's list of routes."""
@@ -199,7 +210,7 @@ async def answer(
     *,
     id_: str,
     is_first: bool = True,
-    notices: WaitNotices | None = None,
+    signs: SignsOfLife | None = None,
     generate: Generating | None = None,
 ) -> Response:
     """Return the response to one call.
@@ -208,12 +219,13 @@ async def answer(
         entry: the request at the gate, which counts what it uses.
         id_: the request's id.
         is_first: whether it is the first call of its body. Later calls have no wait limit.
-        notices: sends notices to the client while the request waits for a feature. If it is
-            None, no notices are sent.
+        signs: sends signs of life to the client of a stream; None: none are sent.
         generate: generates the response; None: see RequestHandler.answer.
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
+    if signs is not None:
+        signs.begin(call)
     tenant = call.caller.tenant
     request.state.model = model = await models.find(call.model, call.caller)
     variant = model.variant(call.model, tenant) or ""
@@ -233,7 +245,6 @@ async def answer(
         urgency=urgency if is_first else urgency.without_limit(),
         sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call),
-        still_waiting=notices.of(call) if notices else None,
     )
     response = await model.requests.answer(call, context, generate)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)

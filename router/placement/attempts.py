@@ -124,8 +124,6 @@ class RequestContext(Struct, frozen=True):
     hints: SessionHints = NO_HINTS  # what the client has declared about the session
     # How long a replica should keep this prompt's blocks; None: the prompt was not placed yet.
     retention: Retention | None = None
-    # Called repeatedly, with a text for the client, while the request waits for a feature.
-    still_waiting: Callable[[str], Awaitable[None]] | None = None
     is_opaque: bool = False  # true: the prompt's tokens are unknown; their number is an estimate
     # Called with the id of a rank before the request is sent there, and raises what an attempt to
     # send raises; None: nothing comes first.

@@ -21,8 +21,6 @@ WAITING = 1000
 # Seconds between two checks whether a request may go. It may become so without a signal here, such
 # as when another router ends a session.
 POLL_S = 0.25
-# Seconds between two messages to a waiting client. Proxies give up after 30 or 60 s without a byte.
-NOTICE_S = 15.0
 
 Release = asyncio.Future[None]  # done when the request may go
 
@@ -33,7 +31,6 @@ class WaitingRoom:
     Args:
         busy_backlog_s: returns the backlog at which a replica counts as busy.
         wake: is set when a request may be able to go.
-        notice_s: see NOTICE_S.
         clock: returns the time in seconds.
     """
 
@@ -44,7 +41,6 @@ class WaitingRoom:
         *,
         busy_backlog_s: Callable[[], float],
         wake: Wake,
-        notice_s: float = NOTICE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.line = line
@@ -52,7 +48,6 @@ class WaitingRoom:
         self._busy_backlog_s = busy_backlog_s
         self._max_wait_s = line.max_wait_s or math.inf
         self._wake = wake
-        self._notice_s = notice_s
         self._clock = clock
         self._has_waiting = asyncio.Event()
 
@@ -88,17 +83,12 @@ class WaitingRoom:
 
     async def _wait(self, waiter: Waiter[Release], context: RequestContext, until_s: float) -> None:
         self._has_waiting.set()
-        while True:
-            within_s = min(self._notice_s, until_s - self._clock())
-            await asyncio.wait([waiter.request], timeout=max(0.0, within_s))
-            if waiter.request.done():
-                return
-            if self._clock() >= until_s:
-                self.line.remove(waiter)
-                wait_s = self.line.forecast_s(waiter)  # for a request that arrives now
-                raise self._refusal(context, "has waited", until_s - waiter.arrived_s, wait_s)
-            if context.still_waiting is not None:
-                await context.still_waiting(self.line.notice)
+        within_s = max(0.0, until_s - self._clock())
+        await asyncio.wait([waiter.request], timeout=None if within_s == math.inf else within_s)
+        if not waiter.request.done():
+            self.line.remove(waiter)
+            wait_s = self.line.forecast_s(waiter)  # for a request that arrives now
+            raise self._refusal(context, "has waited", until_s - waiter.arrived_s, wait_s)
 
     async def run(self) -> None:
         """Release requests that may go, until cancelled."""

@@ -11,7 +11,7 @@ from kvroute.features.gate import Entry
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.calls import Call
 from kvroute.router.endpoints.openai_routes import Answers, answer
-from kvroute.router.endpoints.wait_notices import WaitNotices
+from kvroute.router.endpoints.signs_of_life import SignsOfLife
 from kvroute.router.middleware.request_id import request_id
 
 FIELDS = {"model", "user"}  # the fields of a form with a recording that a router uses
@@ -20,7 +20,7 @@ FIELDS = {"model", "user"}  # the fields of a form with a recording that a route
 class AudioAnswers(Answers):
     """A route for recordings."""
 
-    async def respond(self, request: Request, entry: Entry, notices: WaitNotices) -> Response:
+    async def respond(self, request: Request, entry: Entry, signs: SignsOfLife) -> Response:
         services: RouterServices = request.app.state.services
         recordings = services.get(Recordings.name)
         assert isinstance(recordings, Recordings)

@@ -55,7 +55,9 @@ async def get_response(
     record = await background.find(response_id, salt) if background else None
     if background and record:
         if query.get("stream", "").lower() in TRUE:
-            return events_of(background, record, starting_after(query.get("starting_after")))
+            return events_of(
+                background, record, starting_after(query.get("starting_after")), request
+            )
         return as_response(background, record)
     body = await _first(models, response_id, lambda store: store.responses.get(response_id, salt))
     return Response(body, media_type="application/json")

@@ -103,7 +103,7 @@ class RouterSeats(RouterFeature):
 class SeatLine(Line[Any, SeatWaiter[Any]]):
     """The requests that wait until their session has a seat."""
 
-    reason, notice = "seat", "waiting for a seat"
+    reason = "seat"
     recheck_s = IDLE_S / 60  # a seat becomes free without an event when its session is idle
 
     def __init__(self, seats: Seats[Any], max_wait_s: float) -> None:

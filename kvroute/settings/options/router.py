@@ -37,6 +37,16 @@ class RouterOptions(CommonOptions):
             "removes the limit for all requests.",
         ),
     ] = 30.0
+    keep_alive_s: Annotated[
+        float,
+        Field(ge=0, le=1e6),
+        Option(
+            ENDPOINT,
+            "Seconds after which a stream without an event yet gets its headers and a comment, and "
+            "then one comment after each such time, so that clients and proxies do not give up. 0 "
+            "sends none.",
+        ),
+    ] = 10.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(QUEUE, "Policy that chooses a replica. Only `kvroute` considers what is cached."),

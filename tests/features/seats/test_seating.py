@@ -29,7 +29,7 @@ REPLICA = "0"
 class Line:
     """The line of requests for one seat, with a clock of its own."""
 
-    def __init__(self, max_wait_s: float = 600.0, notice_s: float = 15.0) -> None:
+    def __init__(self, max_wait_s: float = 600.0) -> None:
         self.now_s = 100.0
         self.feature = RouterSeats(most=1, max_wait_s=max_wait_s)
         self.seats = self.feature.seats
@@ -46,7 +46,6 @@ class Line:
             self.fleet,
             busy_backlog_s=lambda: 1.0,
             wake=self.wake,
-            notice_s=notice_s,
             clock=lambda: self.now_s,
         )
         self._chains: dict[int, list[Fingerprint]] = {}
@@ -199,30 +198,3 @@ async def test_a_request_is_refused_if_too_many_wait_for_a_seat(
         with pytest.raises(ApiError, match="one of more than 1 that wait"):
             await line.ask(3)
         waiting.cancel()
-
-
-async def test_a_waiting_client_gets_repeated_notices() -> None:
-    line, notices = Line(notice_s=0.001), 0
-
-    async def notice(text: str) -> None:
-        nonlocal notices
-        notices += 1
-
-    async with line.running():
-        await line.begin(1, 2)
-        waiting = asyncio.create_task(line.ask(2, still_waiting=notice))
-        await until(lambda: notices >= 2)
-        line.end(1)
-        await waiting
-
-
-async def test_a_request_whose_client_gets_no_notices_stops_waiting() -> None:
-    line = Line(notice_s=0.001)
-
-    async def notice(text: str) -> None:
-        raise OSError("the connection is closed")
-
-    await line.begin(1, 2)
-    with pytest.raises(OSError, match="closed"):
-        await line.ask(2, still_waiting=notice)
-    assert len(line.seats) == 0

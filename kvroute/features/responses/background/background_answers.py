@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from kvroute.features.responses.background.background_responses import BackgroundResponses
 from kvroute.features.responses.continuing import BACKGROUND, without_store
 from kvroute.features.responses.stores.background_store import Record
-from kvroute.router.api.calls import Call
+from kvroute.router.api.calls import RESPONSES, Call
 from kvroute.router.api.errors import (
     ApiError,
     invalid,
@@ -20,6 +20,7 @@ from kvroute.router.api.errors import (
 )
 from kvroute.router.api.json_members import encode
 from kvroute.router.dispatch.relay import complete_response
+from kvroute.router.endpoints.signs_of_life import keep_alive_s, with_signs_of_life
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.rendering import RefusedCallError
 from kvroute.store.connection import REDIS_ERRORS
@@ -43,7 +44,7 @@ async def begin(call: Call, request: Request) -> Response:
         return complete_response(error.refusal, path=call.path)
     record = await service.create(call, request.headers)
     if call.body.get("stream") is True:
-        return events_of(service, record, -1)
+        return events_of(service, record, -1, request)
     return as_response(service, record)
 
 
@@ -52,9 +53,19 @@ def as_response(service: BackgroundResponses, record: Record) -> Response:
     return Response(encode(service.shown(record)), media_type="application/json")
 
 
-def events_of(service: BackgroundResponses, record: Record, number: int) -> Response:
-    """Return the events of a background response with a higher number, as a stream."""
-    events = _with_error(service.stream(record, number), number)
+def events_of(
+    service: BackgroundResponses, record: Record, number: int, request: Request
+) -> Response:
+    """Return the events of a background response with a higher number, as a stream.
+
+    Args:
+        request: the request for them.
+    """
+    events = with_signs_of_life(
+        _with_error(service.stream(record, number), number),
+        path=RESPONSES,
+        every_s=keep_alive_s(request),
+    )
     return StreamingResponse(events, media_type="text/event-stream")
 
 

@@ -1,5 +1,8 @@
-"""A stream that waits for a seat sends notices, and ends in the format of its API."""
+"""A stream that waits gets signs of life, and ends in the format of its API."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +12,16 @@ import openai
 import pytest
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvroute.features.gate import OPEN
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
+from kvroute.router.endpoints.signs_of_life import COMMENT, PING, with_signs_of_life
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
+from tests.support.waiting import until
 from tests.support.without_features import WithoutFeatures
 
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -42,22 +48,22 @@ TOO_LATE = ApiError(429, "has waited 600 s", code="wait_too_long")
 
 
 class Model(WithoutFeatures):
-    """A model whose requests wait for a seat for `notices` notices, and then get `result`."""
+    """A model that answers with `result`, as soon as the client has got so many signs of life."""
 
-    def __init__(self, notices: int, result: Response | ApiError) -> None:
+    def __init__(self, signs: int, result: Response | ApiError, *, keep_alive_s: float = 0.01):
         self.name = "m"
-        self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0)
+        self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, keep_alive_s=keep_alive_s)
         self.errors: list[Exception] = []
         self.requests = self.telemetry = self
-        self._notices, self._result = notices, result
+        self.sent = 0  # signs of life that the client has got
+        self._signs, self._result = signs, result
 
     def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else None
 
     async def answer(self, call: Any, context: RequestContext, *_: Any) -> Response:
-        if context.still_waiting is not None:
-            for _notice in range(self._notices):
-                await context.still_waiting("waiting for a seat")
+        if call.body.get("stream"):
+            await until(lambda: self.sent >= self._signs)
         if isinstance(self._result, ApiError):
             raise self._result
         return self._result
@@ -66,11 +72,26 @@ class Model(WithoutFeatures):
         self.errors.append(error)
 
 
+class Counting:
+    """An ASGI application that counts the signs of life of the application behind it."""
+
+    def __init__(self, application: ASGIApp, model: Model) -> None:
+        self._application, self._model = application, model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            await send(message)
+            self._model.sent += message.get("body", b"") in (PING, COMMENT)
+
+        await self._application(scope, receive, counted)
+
+
 def served(model: Model) -> httpx2.AsyncClient:
     http = FastAPI()
     models = object.__new__(Models)
     models.all = [model]  # type: ignore[list-item]
     models.first = model  # type: ignore[assignment]
+    models.settings = model.settings  # type: ignore[assignment]
     models._started = 0
     http.state.models = models
     http.state.bodies = Bodies(limit_mb=1)
@@ -81,7 +102,8 @@ def served(model: Model) -> httpx2.AsyncClient:
         return response(error, path=request.url.path)
 
     http.exception_handler(ApiError)(refuse)
-    return httpx2.AsyncClient(transport=httpx2.ASGITransport(http), base_url="http://kvroute")
+    transport = httpx2.ASGITransport(Counting(http, model))
+    return httpx2.AsyncClient(transport=transport, base_url="http://kvroute")
 
 
 def openais(model: Model) -> openai.AsyncOpenAI:
@@ -111,31 +133,54 @@ async def posted(model: Model, path: str, **body: Any) -> httpx2.Response:
 
 
 @pytest.mark.parametrize(
-    ("path", "notice"),
-    [
-        (CHATS, ": waiting for a seat\n\n"),
-        (RESPONSES, ": waiting for a seat\n\n"),
-        (MESSAGES, 'event: ping\ndata: {"type":"ping"}\n\n'),
-    ],
+    ("path", "sign"), [(CHATS, COMMENT), (RESPONSES, COMMENT), (MESSAGES, PING)]
 )
-async def test_notices_come_before_the_stream(path: str, notice: str) -> None:
+async def test_signs_of_life_come_before_the_stream(path: str, sign: bytes) -> None:
     body = {"input": "Hi"} if path == RESPONSES else {"messages": [USER]}
     found = await posted(Model(2, stream(b"data: 1\n\n")), path, stream=True, **body)
     assert (found.status_code, found.headers["content-type"]) == (200, HEAD)
     assert "x-kvroute-replica" not in found.headers, "it is not known before the wait"
-    assert found.text == 2 * notice + "data: 1\n\n"
+    before, _, last = found.content.rpartition(sign)
+    assert (before.replace(sign, b""), last) == (b"", b"data: 1\n\n")
+    assert before
 
 
-async def test_without_a_long_wait_the_response_has_its_own_headers() -> None:
-    found = await posted(Model(0, stream(b"data: 1\n\n")), CHATS, stream=True, messages=[USER])
+@pytest.mark.parametrize("keep_alive_s", [0.0, 60.0])
+async def test_without_a_long_wait_the_response_has_its_own_headers(keep_alive_s: float) -> None:
+    model = Model(0, stream(b"data: 1\n\n"), keep_alive_s=keep_alive_s)
+    found = await posted(model, CHATS, stream=True, messages=[USER])
     assert (found.headers["x-kvroute-replica"], found.text) == ("0", "data: 1\n\n")
-    refused = await posted(Model(0, TOO_LATE), CHATS, stream=True, messages=[USER])
+    refusing = Model(0, TOO_LATE, keep_alive_s=keep_alive_s)
+    refused = await posted(refusing, CHATS, stream=True, messages=[USER])
     assert refused.status_code == 429
 
 
-async def test_a_response_that_is_not_a_stream_waits_without_notices() -> None:
-    found = await posted(Model(2, JSONResponse({"id": "1"})), CHATS, messages=[USER])
-    assert found.json() == {"id": "1"}
+async def test_a_response_that_is_not_a_stream_waits_in_silence() -> None:
+    model = Model(2, JSONResponse({"id": "1"}), keep_alive_s=1e-9)
+    found = await posted(model, CHATS, messages=[USER])
+    assert (found.json(), model.sent) == ({"id": "1"}, 0)
+
+
+async def test_events_that_come_rarely_have_signs_of_life_between_them() -> None:
+    came = asyncio.Event()
+
+    async def events() -> AsyncIterator[bytes]:
+        for each in (b"1", b"2"):
+            yield each
+            came.clear()
+            await came.wait()
+
+    found = []
+    async for part in with_signs_of_life(events(), path=RESPONSES, every_s=0.01):
+        found.append(part)
+        if found[-2:] == [COMMENT, COMMENT]:
+            came.set()
+    assert [part for part, _ in groupby(found)] == [b"1", COMMENT, b"2", COMMENT]
+    assert [each async for each in with_signs_of_life(one(), path=MESSAGES, every_s=0)] == [b"1"]
+
+
+async def one() -> AsyncIterator[bytes]:
+    yield b"1"
 
 
 async def test_openais_client_streams_through_a_wait() -> None:
@@ -158,7 +203,7 @@ REFUSAL = {"error": {"message": "no such tool", "type": "invalid_request_error",
     ("result", "message"),
     [(TOO_LATE, "has waited 600 s"), (JSONResponse(REFUSAL, 400), "no such tool")],
 )
-async def test_an_error_after_a_notice_is_an_event_that_clients_raise(
+async def test_an_error_after_a_sign_of_life_is_an_event_that_clients_raise(
     result: Response | ApiError, message: str
 ) -> None:
     chat = openais(Model(1, result)).chat.completions
@@ -174,7 +219,7 @@ async def test_an_error_after_a_notice_is_an_event_that_clients_raise(
     assert [(each.type, getattr(each, "message", "")) for each in found] == [("error", message)]
 
 
-async def test_an_error_after_a_notice_is_counted_like_other_errors() -> None:
+async def test_an_error_after_a_sign_of_life_is_counted_like_other_errors() -> None:
     model = Model(1, TOO_LATE)
     await posted(model, CHATS, stream=True, messages=[USER])
     assert model.errors == [TOO_LATE]
