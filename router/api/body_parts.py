@@ -16,7 +16,7 @@ MAX_CODINGS = 3  # most codings of one body
 # to take time, which no limit of its size ends.
 MAX_OUTER_RATIO = 10
 # Largest window of zstd that takes memory before a byte is decompressed: 8 MB, as RFC 9659 says.
-ZSTD_OPTIONS = {DecompressionParameter.window_log_max: 23}
+ZSTD_OPTIONS: dict[int, int] = {DecompressionParameter.window_log_max: 23}
 
 
 class Decompressor(Protocol):

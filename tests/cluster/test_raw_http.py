@@ -125,8 +125,8 @@ def test_a_compressed_body_is_read_as_the_body_that_it_contains(
         ).encode()
         content_type = "application/json"
     else:
-        form = {"purpose": (None, "batch"), "file": ("lines.jsonl", b"{}\n" * 1000)}
-        request = httpx.Request("POST", cluster.url, files=form)
+        file = {"file": ("lines.jsonl", b"{}\n" * 1000)}
+        request = httpx.Request("POST", cluster.url, data={"purpose": "batch"}, files=file)
         body, content_type = request.read(), request.headers["content-type"]
     for coding, compressed in (("zstd", zstd.compress(body)), ("gzip", gzip.compress(body))):
         headers = {"content-type": content_type, "content-encoding": coding}

@@ -23,6 +23,7 @@ from kvroute.features.responses.stores.leased_values import owner
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.endpoints.pages import in_order, page_of
+from kvroute.router.endpoints.signs_of_life import keep_alive_s
 from kvroute.router.middleware.entrance import caller_of
 from kvroute.router.serving.models import Models, Served
 
@@ -55,9 +56,8 @@ async def get_response(
     record = await background.find(response_id, salt) if background else None
     if background and record:
         if query.get("stream", "").lower() in TRUE:
-            return events_of(
-                background, record, starting_after(query.get("starting_after")), request
-            )
+            number = starting_after(query.get("starting_after"))
+            return events_of(background, record, number, every_s=keep_alive_s(request))
         return as_response(background, record)
     body = await _first(models, response_id, lambda store: store.responses.get(response_id, salt))
     return Response(body, media_type="application/json")

@@ -124,7 +124,9 @@ class Router:
         return {name: json.loads(bytes(raw)) for name, raw in shown.items()}
 
     async def streamed(self, id_: str, number: int = -1) -> list[dict[str, Any]]:
-        response = background_answers.events_of(self.service, await self.found(id_), number)
+        response = background_answers.events_of(
+            self.service, await self.found(id_), number, every_s=0
+        )
         self.streams += 1
         assert isinstance(response, StreamingResponse)
         data = [bytes(event).partition(b"data: ")[2] async for event in response.body_iterator]  # type: ignore[arg-type]

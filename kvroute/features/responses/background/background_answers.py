@@ -44,7 +44,7 @@ async def begin(call: Call, request: Request) -> Response:
         return complete_response(error.refusal, path=call.path)
     record = await service.create(call, request.headers)
     if call.body.get("stream") is True:
-        return events_of(service, record, -1, request)
+        return events_of(service, record, -1, every_s=keep_alive_s(request))
     return as_response(service, record)
 
 
@@ -54,17 +54,17 @@ def as_response(service: BackgroundResponses, record: Record) -> Response:
 
 
 def events_of(
-    service: BackgroundResponses, record: Record, number: int, request: Request
+    service: BackgroundResponses, record: Record, number: int, *, every_s: float
 ) -> Response:
     """Return the events of a background response with a higher number, as a stream.
 
     Args:
-        request: the request for them.
+        every_s: seconds between two signs of life.
     """
     events = with_signs_of_life(
         _with_error(service.stream(record, number), number),
         path=RESPONSES,
-        every_s=keep_alive_s(request),
+        every_s=every_s,
     )
     return StreamingResponse(events, media_type="text/event-stream")
 
