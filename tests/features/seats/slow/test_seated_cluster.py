@@ -27,8 +27,8 @@ WORDS = "A story of many words that fills some blocks of the cache. " * 10
 def cluster() -> Iterator[Cluster]:
     """Two routers whose replica serves one session at a time."""
     options = ("--engine", "simulated", "--max-sessions", "1", "--routers", "2")
-    options += ("--keep-alive-s", f"{KEEP_ALIVE_S}")
-    with start_cluster(*options, "--simulated-decode-ms", "1") as cluster:
+    times = ("--keep-alive-s", f"{KEEP_ALIVE_S}", "--simulated-decode-ms", "1")
+    with start_cluster(*options, *times) as cluster:
         # A router does not know the seats that others gave before it heard them.
         wait_until(lambda: all(known_routers(cluster) == 2 for _ in range(8)))
         yield cluster
