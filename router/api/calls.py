@@ -23,12 +23,12 @@ from kvroute.router.api.call_limits import (
     check_count,
     check_grammars,
     check_lengths,
+    check_media_options,
     check_name,
     check_template_kwargs,
     check_values,
 )
 from kvroute.router.api.errors import invalid, shown, unsupported
-from kvroute.router.api.media_options import check_media_options
 from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
