@@ -47,8 +47,8 @@ TOKENIZER_ARGUMENTS = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-# Fields of a body with options for the model's processor of images, sound and video. vLLM passes them
-# on without a check, and with a large value the processor could enlarge an image of 10 MB to 10 GB.
+# Fields of a body with options for the model's processor of images, sound and video. vLLM passes
+# them on without a check. With a large value, the processor could enlarge an image of 10 MB to 10 GB.
 MEDIA_FIELDS = ("mm_processor_kwargs", "media_io_kwargs")
 # Largest value of the options that count pixels. The default of Qwen's processors is 12.8 million.
 MAX_PIXELS = 1 << 24
