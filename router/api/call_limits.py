@@ -48,7 +48,7 @@ TOKENIZER_ARGUMENTS = (
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 # Fields of a body with options for the model's processor of images, sound and video. vLLM passes
-# them on without a check. With a large value, the processor could enlarge an image of 10 MB to 10 GB.
+# them on without a check. With a large value, the processor could enlarge 10 MB to 10 GB.
 MEDIA_FIELDS = ("mm_processor_kwargs", "media_io_kwargs")
 # Largest value of the options that count pixels. The default of Qwen's processors is 12.8 million.
 MAX_PIXELS = 1 << 24
