@@ -204,7 +204,7 @@ EVICTION_REASONS = (
     "ended",
     "unlikely",
     "usual",
-)  # reasons of evictions: router/sessions/returns.py
+)  # EVICTION_REASONS in kvroute/contract/keep.py
 
 RETENTION = Row(
     "Retention",

@@ -1,4 +1,4 @@
-"""Retention hints: how a replica keeps a request's blocks after the request has ended."""
+"""The turns of sessions, and hints for engines: when to evict a request's blocks after its end."""
 
 from enum import IntEnum
 from hashlib import blake2b
@@ -25,11 +25,6 @@ def hash_number(text: str, *, bits: int) -> int:
     return int.from_bytes(digest, "little") >> (64 - bits) or 1
 
 
-def tenant_number(name: str) -> int:
-    """Return the number of a tenant; 0 for the empty name."""
-    return hash_number(name, bits=31) if name else 0
-
-
 class Order(IntEnum):
     """The order of eviction: blocks with a smaller value are evicted first."""
 
@@ -38,29 +33,15 @@ class Order(IntEnum):
     USUAL = 2  # all other blocks
 
 
+# Words for the order in which blocks were evicted, by Order.
+EVICTION_REASONS = tuple(order.name.lower() for order in Order)
+
+
 class RetentionHint(Struct, frozen=True, array_like=True):
     """Tells an engine when to evict the blocks of a prompt and its answer. Default: no hint."""
 
     order: Order = Order.USUAL
     session: Session = 0  # the session that the blocks belong to; 0: unknown
-
-
-BATCH_SESSION = 1  # session of the blocks that only batch requests have used
-
-
-def batch_hint(hint: RetentionHint, *, is_named: bool) -> RetentionHint:
-    """Return the hint for a batch request's blocks, which are evicted before those of others.
-
-    Blocks that other requests have used, too, are not affected. If the client has named the
-    session, further turns may follow, so blocks of ended sessions go first.
-
-    Args:
-        hint: the hint that the request would have otherwise.
-        is_named: whether the client sent an id of the session.
-    """
-    if not is_named:
-        return RetentionHint(Order.ENDED, BATCH_SESSION)
-    return RetentionHint(min(hint.order, Order.UNLIKELY), hint.session)
 
 
 class SessionTurn(NamedTuple):

@@ -14,8 +14,8 @@ from kvroute.features import (
     prefixes,
     pulls,
     responses,
+    retention,
     seats,
-    sessions,
 )
 from kvroute.features.feature import Feature, Paths, RefusalText, TermText
 
@@ -27,7 +27,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     batches.Batching(),
     audio.Audio(),
     responses.StoredResponses(),
-    sessions.SessionEnds(),
+    retention.Retention(),
     changes.ChatChanges(),
     pulls.Pulling(),
     audit.Auditing(),

@@ -41,7 +41,7 @@ class Line(Generic[R, W]):
         """Return the request as an item of the line; None: it may go.
 
         Args:
-            context: what the router knows about the request; its `retention` is set.
+            context: what the router knows about the request; its `turn` is set.
         """
         raise NotImplementedError
 

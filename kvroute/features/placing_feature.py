@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.line import Line
-from kvroute.features.own_methods import own_methods
+from kvroute.features.own_methods import overriding, own_methods
 
 if TYPE_CHECKING:
     from kvroute.contract.generation import Chunk, GenerateRequest
-    from kvroute.router.placement.attempts import Attempt
+    from kvroute.contract.keep import SessionTurn
+    from kvroute.router.placement.attempts import Attempt, RequestContext
     from kvroute.router.placement.fleet import Fleet
     from kvroute.router.placement.policy import Candidate, PromptFacts
 
@@ -54,6 +55,17 @@ class PlacingFeature:
 
     # The requests of this router.
 
+    def recognised(
+        self, context: "RequestContext", turn: "SessionTurn", earlier: "SessionTurn | None"
+    ) -> "RequestContext":
+        """Return the context of a prompt that was placed for the first time.
+
+        Args:
+            turn: the prompt's turn in its session, which the context already has.
+            earlier: the turn that it continues; None: it is the first one.
+        """
+        return context
+
     def sending(self, request: "GenerateRequest", attempt: "Attempt") -> "GenerateRequest":
         """Record that a request is sent to a replica, and return it as the replica gets it."""
         return request
@@ -69,14 +81,19 @@ class PlacingFeature:
     def over(self, attempt: "Attempt") -> None:
         """Record the end of an attempt that `begun` got."""
 
-    def last_over(self, attempt: "Attempt") -> None:
-        """Record the end of an attempt of this router with a session's last request.
+    def turn_begun(self, turn: "SessionTurn", earlier: "SessionTurn | None") -> None:
+        """Record that a router has sent a new turn of a conversation.
 
-        The client has declared that it is the last one.
+        Args:
+            earlier: the turn that it continues; None: it is the first one.
         """
 
-    def session_ended(self, session: int) -> None:
-        """Record that a client has declared the end of a session."""
+    def session_ended(self, session: int, last: "SessionTurn | None") -> None:
+        """Record that a client has declared the end of a session.
+
+        Args:
+            last: the turn that was not known to be the session's last one; None: there is none.
+        """
 
     # The other routers.
 
@@ -116,32 +133,18 @@ class PlacingFeatures:
         features = tuple(features)
         self._on_unreadable = on_unreadable
         self.lines = [each.line for each in features if each.line is not None]
-        self.updated: list[Callable[[Fleet], None]] = own_methods(features, PlacingFeature.updated)
-        self.usable: list[Callable[[str, Sequence[str]], Sequence[str]]] = own_methods(
-            features, PlacingFeature.usable
-        )
-        self.weigh: list[
-            Callable[[PromptFacts, Sequence[Candidate], float], Sequence[Candidate]]
-        ] = own_methods(features, PlacingFeature.weigh)
-        self._sending: list[Callable[[GenerateRequest, Attempt], GenerateRequest]] = own_methods(
-            features, PlacingFeature.sending
-        )
-        self.answering: list[Callable[[Attempt, Chunk, float], None]] = own_methods(
-            features, PlacingFeature.answering
-        )
-        self.begun: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.begun)
-        self.over: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.over)
-        self.last_over: list[Callable[[Attempt], None]] = own_methods(
-            features, PlacingFeature.last_over
-        )
-        self.session_ended: list[Callable[[int], None]] = own_methods(
-            features, PlacingFeature.session_ended
-        )
-        self.connected: list[Callable[[bool, float], None]] = own_methods(
-            features, PlacingFeature.connected
-        )
-        shares = own_methods(features, PlacingFeature.share)
-        self.sharing: list[PlacingFeature] = [share.__self__ for share in shares]
+        self.updated = own_methods(features, PlacingFeature.updated)
+        self.usable = own_methods(features, PlacingFeature.usable)
+        self.weigh = own_methods(features, PlacingFeature.weigh)
+        self.recognised = own_methods(features, PlacingFeature.recognised)
+        self._sending = own_methods(features, PlacingFeature.sending)
+        self.answering = own_methods(features, PlacingFeature.answering)
+        self.begun = own_methods(features, PlacingFeature.begun)
+        self.over = own_methods(features, PlacingFeature.over)
+        self.turn_begun = own_methods(features, PlacingFeature.turn_begun)
+        self.session_ended = own_methods(features, PlacingFeature.session_ended)
+        self.connected = own_methods(features, PlacingFeature.connected)
+        self.sharing = overriding(features, PlacingFeature.share)
 
     def sending(self, request: "GenerateRequest", attempt: "Attempt") -> "GenerateRequest":
         """Record that a request is sent to a replica, and return it as the replica gets it."""

@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvroute.features.own_methods import own_methods
+from kvroute.features.own_methods import overriding
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -87,10 +87,10 @@ class ReplicaFeatures:
 
     def __init__(self, features: Iterable[ReplicaFeature] = ()) -> None:
         self._all = tuple(features)
-        arounds = own_methods(self._all, ReplicaFeature.around)
-        self._pins = own_methods(self._all, ReplicaFeature.pins)
-        self._reports = own_methods(self._all, ReplicaFeature.report)
-        self._arounds = {around.__self__.name: around for around in arounds}
+        arounds = overriding(self._all, ReplicaFeature.around)
+        self._pins = overriding(self._all, ReplicaFeature.pins)
+        self._reports = overriding(self._all, ReplicaFeature.report)
+        self._arounds = {each.name: each.around for each in arounds}
 
     async def start(self) -> None:
         """Prepare the engines."""
@@ -106,7 +106,7 @@ class ReplicaFeatures:
 
     def pins(self, rank: int) -> "dict[str, Warm]":
         """Return which prompts the engine of a rank keeps for them, by the name of the pin."""
-        return {name: warm for pins in self._pins for name, warm in pins(rank).items()}
+        return {name: warm for each in self._pins for name, warm in each.pins(rank).items()}
 
     def stays_s(self) -> float:
         """Return how long the replica stays connected, at most, when it is removed."""
@@ -114,7 +114,7 @@ class ReplicaFeatures:
 
     def reports(self, rank: int) -> dict[str, bytes]:
         """Return what routers should know about a rank, by the name of the feature."""
-        found = {report.__self__.name: report(rank) for report in self._reports}
+        found = {each.name: each.report(rank) for each in self._reports}
         return {name: data for name, data in found.items() if data is not None}
 
     def around(self, request: "GenerateRequest") -> AbstractAsyncContextManager["GenerateRequest"]:
@@ -133,5 +133,6 @@ class ReplicaFeatures:
         async with AsyncExitStack() as stack:
             for name in data.keys() & self._arounds.keys():
                 around = self._arounds[name](request, data[name])
-                request = await stack.enter_async_context(around) or request
+                changed = await stack.enter_async_context(around)
+                request = changed or request
             yield request

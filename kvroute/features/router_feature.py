@@ -59,6 +59,10 @@ class RouterFeature(PlacingFeature):
         """Return what clients of a tenant read about its variants, as JSON (GET /v1/models)."""
         return ()
 
+    def promises(self, call: "Call") -> bool:
+        """Return whether the client of a call promises that its conversation will continue."""
+        return False
+
     def entered(self, call: "Call") -> AbstractContextManager["Call"]:
         """Return a context that lasts until a call has ended, and that gives the call to answer.
 

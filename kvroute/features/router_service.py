@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvroute.features.figure import Figure
-from kvroute.features.own_methods import own_methods
+from kvroute.features.own_methods import overriding
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -60,8 +60,8 @@ class RouterServices:
         services = tuple(services)
         self._all = services
         self._by_name = {service.name: service for service in services}
-        self._factual = own_methods(services, RouterService.facts)
-        self._figures = own_methods(services, RouterService.figures)
+        self._factual = overriding(services, RouterService.facts)
+        self._figures = overriding(services, RouterService.figures)
 
     def get(self, name: str) -> RouterService | None:
         """Return the service of a feature; None: it is off."""
@@ -99,9 +99,10 @@ class RouterServices:
 
     async def facts(self) -> dict[str, Mapping[str, Any]]:
         """Return the facts for the doctor, by the name of the feature."""
-        found = await asyncio.gather(*(facts() for facts in self._factual))
-        return {facts.__self__.name: each for facts, each in zip(self._factual, found, strict=True)}
+        found = await asyncio.gather(*(service.facts() for service in self._factual))
+        names = (service.name for service in self._factual)
+        return dict(zip(names, found, strict=True))
 
     def figures(self) -> list[Figure]:
         """Return the figures of all services."""
-        return [figure for figures in self._figures for figure in figures()]
+        return [figure for service in self._figures for figure in service.figures()]

@@ -65,6 +65,14 @@ def json_object(raw: bytes) -> dict[str, object]:
     return body
 
 
+def as_utf8(header: str) -> str:
+    """Return the value of a header, which the server has decoded as Latin-1, decoded as UTF-8."""
+    if not header.isascii():
+        with suppress(UnicodeError):
+            return header.encode("latin-1").decode()
+    return header
+
+
 def read_as_vllm_does(body: dict[str, Any]) -> None:
     """Convert the values of fields that the router uses, as vLLM converts them.
 

@@ -30,7 +30,7 @@ MAX_TOKENS = 1 << 20
 # Fields of the body that are copied to the completion.
 COPIED_FIELDS = (
     *("model", "cache_salt", "priority", "timeout", "user"),
-    *("session_id", "session_end", "prompt_cache_retention", "prompt_cache_options"),
+    *("session_id", "session_end"),
     *FIELDS,
 )
 # Fields of the completion that make it return the log-probabilities of its first token.

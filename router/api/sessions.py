@@ -1,19 +1,20 @@
-"""Reads a request's session id, the end of the session, and hints for caching.
+"""Reads a request's session id, and the end of the session.
 
 Invalid values in kvroute's own fields are refused. In fields of other APIs and of coding agents,
 unknown values are ignored, because new versions of these APIs may have new values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kvroute.contract.keep import SESSION_BITS, hash_number, tenant_number
+from kvroute.contract.keep import SESSION_BITS, hash_number
 from kvroute.router.api.call_limits import MAX_NAME
-from kvroute.router.api.calls import Call, objects
+from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import invalid, shown
-from kvroute.router.sessions.returns import SessionHints
+from kvroute.router.api.parsing import as_utf8
+from kvroute.router.sessions.turns import SessionHints
 
 SESSION = "x-session-id"  # kvroute's own header with the session id
 FINAL = "x-dynamo-session-final"  # header that is `true` in the last request of a session
@@ -38,27 +39,28 @@ PARENTS = (
 CODEX_PARENT = ("x-codex-parent-thread-id",)
 USER_ID_MARK = "_session_"  # text before the session id in `user_id` of Claude Code before 2.1.78
 MAX_USER = 1024  # longest `user_id` in characters; longer ones are ignored
-# Values with which a client asks to keep a prompt in the cache. OpenAI's fields have other values,
-# such as `in_memory`, which do not ask for this.
-TTLS = ("5m", "30m", "1h", "24h")
-# Fields whose items can have a `cache_control`.
-CACHEABLE_FIELDS = ("system", "tools", "messages", "input")
 
 
-def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
-    """Return what a request says about its session and about caching.
+def hints_of(
+    headers: Mapping[str, str], call: Call, promises: Iterable[Callable[[Call], bool]] = ()
+) -> SessionHints:
+    """Return what a request says about its session.
+
+    Args:
+        promises: each returns whether the client promises a further turn.
 
     Raises:
         ApiError: the session id is not valid, or `session_end` is not a boolean.
     """
     id_, parent = _session_id(headers, call.body), _parent(headers)
+    tenant = call.caller.tenant or call.cache_salt
     is_end = _is_end(call.body.get("session_end")) or headers.get(FINAL, "").lower() == "true"
     return SessionHints(
         session_number(call.cache_salt, parent or id_) if parent or id_ else 0,
         is_end and not parent,  # the end of a sub-agent is not the end of the session
-        _is_marked(call) or _is_retained(call.body),
+        any(promise(call) for promise in promises),
         bool(call.body.get("tools")),
-        tenant_number(call.caller.tenant or call.cache_salt),
+        hash_number(tenant, bits=31) if tenant else 0,
     )
 
 
@@ -91,7 +93,7 @@ def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
     kvroute's own field and header come first, then the headers of coding agents.
     """
     own_id = checked_id("session_id", body.get("session_id"))
-    if own_id := own_id or checked_id(SESSION, _header(headers, SESSION)):
+    if own_id := own_id or checked_id(SESSION, as_utf8(headers.get(SESSION, ""))):
         return own_id
     if any(headers.get(name) for name in AGENTS):
         return _first(headers, AGENTS)
@@ -114,23 +116,9 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
     Return "" if none is set, or if that value is too long.
     """
     for name in names:
-        if value := _header(headers, name):
+        if value := as_utf8(headers.get(name, "")):
             return value if len(value) <= MAX_NAME else ""
     return ""
-
-
-def _header(headers: Mapping[str, str], name: str) -> str | None:
-    """Return a header as UTF-8 text, like the text of bodies and paths.
-
-    The server decodes headers as Latin-1. A value that is not UTF-8 is returned unchanged.
-    """
-    value = headers.get(name)
-    if value is None or value.isascii():
-        return value
-    try:
-        return value.encode("latin-1").decode()
-    except UnicodeError:
-        return value
 
 
 def _session_of_user(metadata: object) -> str:
@@ -155,32 +143,3 @@ def _is_end(value: object) -> bool:
     if value is None or isinstance(value, bool):
         return bool(value)
     raise invalid("session_end", f"session_end is {shown(value)}; expected true or false")
-
-
-def _is_marked(call: Call) -> bool:
-    """Return whether a `cache_control`, as in Anthropic's API, asks to keep part of the prompt."""
-    if b"cache_control" not in call.raw:
-        return False
-    controls = (part.get("cache_control") for part in _cacheable(call.body))
-    return any(
-        isinstance(control, dict)
-        and control.get("type") == "ephemeral"
-        and control.get("ttl", "5m") in TTLS
-        for control in controls
-    )
-
-
-def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield every object that can have a `cache_control`. Some clients send it in chats too."""
-    yield body
-    for name in CACHEABLE_FIELDS:
-        for item in objects(body.get(name)):
-            yield item
-            yield from objects(item.get("content"))
-
-
-def _is_retained(body: Mapping[str, Any]) -> bool:
-    """Return whether OpenAI's fields ask to keep the prompt."""
-    options = body.get("prompt_cache_options")
-    ttl = options.get("ttl") if isinstance(options, dict) else None
-    return ttl in TTLS or body.get("prompt_cache_retention") in TTLS

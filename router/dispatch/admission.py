@@ -14,7 +14,6 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import RetentionHint, batch_hint
 from kvroute.contract.priority import BATCH_S
 from kvroute.contract.ranks import replica_of
 from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
@@ -77,7 +76,7 @@ class Ticket:
     """One prompt's progress through the gate, the features' lines and the queue.
 
     Attributes:
-        context: the request's context. The ticket sets `wait`, `urgency` and `retention`.
+        context: the request's context. The ticket sets `wait`, `urgency` and `turn`.
     """
 
     def __init__(self, control: AdmissionControl, context: RequestContext) -> None:
@@ -133,16 +132,14 @@ class Ticket:
         """
         tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
         self.context.entry.admit(request_id, tokens, new_tokens, now_s)
-        retention = self.context.retention
-        if retention is None:
-            retention = self._control.fleet.retention(placement, self.context.hints)
-        self.context = replace(self.context, retention=retention)
+        if self.context.turn is None:
+            self.context = self._control.fleet.recognise(placement, self.context)
         return await self._leave_rooms(placement) and await self._leave_queue(placement)
 
     def with_admission(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
         """Return the request with the values that follow from its admission.
 
-        These are its order time for the engine's queue, its wait and its retention hint.
+        These are its order time for the engine's queue, its wait, and whether it gives way.
 
         Args:
             now_s: time at which the request was placed.
@@ -152,7 +149,6 @@ class Ticket:
             request,
             order_s=self._admitted.order_s - now_s,
             waited_s=max(self._admitted.missed_s, min(self._held_s, MAX_REFUSED_S)),
-            keep=self._retention_hint(),
             is_batch=self._admitted.is_in_lane,
         )
 
@@ -191,12 +187,6 @@ class Ticket:
             )
         pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
         return pause_s
-
-    def _retention_hint(self) -> RetentionHint | None:
-        retention = self.context.retention
-        if retention is None or not self.context.is_in_lane:
-            return retention and retention.keep
-        return batch_hint(retention.keep, is_named=retention.turn.is_named)
 
     async def _leave_rooms(self, placement: Placement) -> bool:
         """Wait until all features let the prompt go; return False if the prompt had to wait."""

@@ -68,9 +68,7 @@ class Generation:
     ) -> None:
         self.replica_id = current.replica_id  # the first replica
         self.placement = current.placement  # the placement that chose the first replica
-        self.wait = current.attempt.context.wait  # the wait before the request was sent
-        self.retention = current.attempt.context.retention
-        self._is_batch = current.attempt.context.is_in_lane
+        self.sent = sent = current.attempt.context  # the context with which it was sent there
         # Prompt tokens that the first replica found in its cache.
         self.cached_tokens = current.first.cached_tokens
         # Prompt tokens that the first replica wrote to its cache.
@@ -78,12 +76,13 @@ class Generation:
         self.request_id = request.request_id  # the id under which the engine runs the request
         self.token_ids = request.token_ids
         self.scope = request.scope
-        self.features = context.features
         self._start = start
         self._request = request
         self._call = call
         # The context for other replicas, if the request has to be sent again.
-        self._context = replace(context, is_resumed=True, retention=self.retention)
+        self._context = replace(
+            context, is_resumed=True, turn=sent.turn, keep=sent.keep, evicted_why=sent.evicted_why
+        )
         self._current = current
         self._first: Chunk | None = current.first  # the first chunk, until it is read
         self._losses = losses
@@ -104,20 +103,21 @@ class Generation:
         Args:
             policy: name of the routing policy.
         """
+        wait = self.sent.wait
         return receipt(
             self.placement,
             policy=policy,
-            broken=self._context.broken,
-            retention=self.retention,
-            is_batch=self._is_batch,
+            broken=self.sent.broken,
+            evicted_why=self.sent.evicted_why,
+            is_batch=self.sent.is_in_lane,
         ) | {
             "request_id": self.request_id,
             "replica": self.replica_id,
             "expected_tokens": self.expected_tokens,
             "cached_tokens": self.cached_tokens,
-            "queued_s": round(self.wait.waited_s, 3),
-            "queued_for": self.wait.reason,
-            **{f"{reason}_s": round(held_s, 3) for reason, held_s in self.wait.held_s.items()},
+            "queued_s": round(wait.waited_s, 3),
+            "queued_for": wait.reason,
+            **{f"{reason}_s": round(held_s, 3) for reason, held_s in wait.held_s.items()},
         }
 
     async def next(self) -> Chunk | None:

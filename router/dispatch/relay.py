@@ -122,7 +122,7 @@ def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
     listed, since load balancers refuse responses with too many kilobytes of headers.
     """
     replicas = dict.fromkeys(generation.replica_id for generation in generations)
-    longest = max((generation.wait for generation in generations), key=attrgetter("waited_s"))
+    longest = max((generation.sent.wait for generation in generations), key=attrgetter("waited_s"))
     return {
         "x-kvroute-replica": ",".join(islice(replicas, SHOWN_REPLICAS)),
         "x-kvroute-expected-tokens": str(sum(g.expected_tokens for g in generations)),

@@ -1,7 +1,7 @@
 """OpenAI's HTTP routes, and /v1/route, which explains where a prompt would be sent."""
 
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -31,6 +31,7 @@ from kvroute.router.api.chat_list import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import JSON, ApiError
 from kvroute.router.api.json_members import members
 from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
+from kvroute.router.api.parsing import as_utf8
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
@@ -131,8 +132,8 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
     with entered(request) as entry:
         call = _with_headers(await bodies.read(parse_any, request), request)
         try:
-            hints = hints_of(request.headers, call)
             model = await models.find(call.model, call.caller)
+            hints = hints_of(request.headers, call, model.promises)
             variant = model.variant(call.model, call.caller.tenant) or ""
             context = RequestContext(namespace=call.cache_salt, variant=variant, hints=hints)
             with ExitStack() as kept:
@@ -177,16 +178,7 @@ def _with_headers(call: Call, request: Request) -> Call:
 def _for_features(request: Request) -> dict[str, str]:
     """Return the headers that features read, decoded as UTF-8."""
     given = {name: request.headers[name] for name in HEADERS if name in request.headers}
-    return {name: _as_utf8(value) for name, value in given.items()}
-
-
-def _as_utf8(value: str) -> str:
-    """Return the value of a header, which the server has decoded as Latin-1, decoded as UTF-8."""
-    if value.isascii():
-        return value
-    with suppress(UnicodeDecodeError):
-        return value.encode("latin-1").decode()
-    return value
+    return {name: as_utf8(value) for name, value in given.items()}
 
 
 async def _score(request: Request, entry: Entry) -> Response:
@@ -244,7 +236,7 @@ async def answer(
         variant=variant,
         urgency=urgency if is_first else urgency.without_limit(),
         sharer=sharer_of(call.caller, call.body.get("user")),
-        hints=hints_of(request.headers, call),
+        hints=hints_of(request.headers, call, model.promises),
     )
     response = await model.requests.answer(call, context, generate)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)

@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvroute.blocks.tiers import GPU, PEER, SLOWER, TIERS
+from kvroute.contract.keep import EVICTION_REASONS
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features import ALL_CODES
@@ -34,7 +35,6 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.queueing.queue import Queue
-from kvroute.router.sessions.returns import EVICTION_REASONS
 
 # Upper bounds of histogram buckets, in seconds.
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -200,7 +200,7 @@ class RequestCounts(RequestObserver):
             return
         for cause, tokens in msgspec.structs.asdict(ledger).items():
             self._tokens[cause].inc(tokens)
-        self._evicted[attempt.evicted_why].inc(ledger.evicted)
+        self._evicted[attempt.context.evicted_why].inc(ledger.evicted)
         reloaded = attempt.reloaded_tokens
         self._hits[GPU].inc(ledger.cached - sum(reloaded.values()))
         for tier, tokens in reloaded.items():

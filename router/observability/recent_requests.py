@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from kvroute.contract.keep import EVICTION_REASONS
 from kvroute.router.observability.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.ledger import CAUSES, Ledger
-from kvroute.router.sessions.returns import EVICTION_REASONS, EvictionReason
 
 # Times in memory. If WINDOW_S has more requests, only the latest ones are kept, and the reported
 # window is shorter.
@@ -50,13 +50,15 @@ class RecentTokens(RequestObserver):
     def ended(self, attempt: Attempt) -> None:
         if (ledger := attempt.ledger()) is not None:
             is_answered = attempt.outcome != "failed"
-            self.add(attempt.replica_id, ledger, attempt.evicted_why, is_answered=is_answered)
+            self.add(
+                attempt.replica_id, ledger, attempt.context.evicted_why, is_answered=is_answered
+            )
 
     def add(
         self,
         replica_id: str,
         ledger: Ledger,
-        evicted_why: EvictionReason = "usual",
+        evicted_why: str = "usual",
         *,
         is_answered: bool = True,
     ) -> None:

@@ -158,7 +158,7 @@ class RequestLog(RequestObserver):
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),
-            evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
+            evicted_why=attempt.context.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
             session=attempt.context.hints.session & ID_BITS or msgspec.UNSET,

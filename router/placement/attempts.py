@@ -9,6 +9,7 @@ from msgspec import Struct
 from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.features.gate import UNCOUNTED, Entry
@@ -27,7 +28,7 @@ from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate, Term
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.returns import NO_HINTS, EvictionReason, Retention, SessionHints
+from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 
 MIN_HOLDER_SHARE = 0.25  # a replica holds a prompt if it has cached at least this share of it
 
@@ -122,8 +123,9 @@ class RequestContext(Struct, frozen=True):
     wait: Wait = NO_WAIT  # this prompt's wait in the router
     is_in_lane: bool = False  # whether this prompt gives way to others at its replica
     hints: SessionHints = NO_HINTS  # what the client has declared about the session
-    # How long a replica should keep this prompt's blocks; None: the prompt was not placed yet.
-    retention: Retention | None = None
+    turn: SessionTurn | None = None  # its turn in the session; None: it was not placed yet
+    keep: RetentionHint | None = None  # see GenerateRequest
+    evicted_why: str = "usual"  # why blocks of it were evicted, if some were; EVICTION_REASONS
     is_opaque: bool = False  # true: the prompt's tokens are unknown; their number is an estimate
     # Called with the id of a rank before the request is sent there, and raises what an attempt to
     # send raises; None: nothing comes first.
@@ -264,9 +266,6 @@ class Attempt:
             self._infer(self.placement.chain)
         for over in self.features.over:
             over(self)
-        if self.context.retention and self.context.retention.turn.is_last:
-            for last_over in self.features.last_over:
-                last_over(self)
         self._learn_answer()
         self.observer.ended(self)
 
@@ -354,11 +353,6 @@ class Attempt:
             saved_s[tier] = max(0.0, computed_s - wait_s)
             begin += tokens
         return saved_s
-
-    @property
-    def evicted_why(self) -> EvictionReason:
-        """Return the reason for the evictions that `ledger` counts."""
-        return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:
         """Return how many prompt tokens were cached or computed, and for which causes (ledger.py).

@@ -27,7 +27,7 @@ from kvroute.router.placement.policy import Candidate, PromptFacts, prices, rank
 from kvroute.router.placement.pressure import Pressure
 from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.router.sessions.branches import Branches
-from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, SessionHints
+from kvroute.router.sessions.turns import Turns
 
 
 class Fleet:
@@ -60,7 +60,7 @@ class Fleet:
         self.mirror = self.caches.mirror  # this router's copy of the index of cached blocks
         self.observer = observer
         self.features = features
-        self.returns = Returns(random.Random(rng.getrandbits(64)))  # which sessions will continue
+        self.turns = Turns(random.Random(rng.getrandbits(64)), features.turn_begun)
         self.pressure = Pressure()
         self._branches = Branches()  # where prompts diverged, and the replicas that got them
         self._block_size = block_size
@@ -280,11 +280,15 @@ class Fleet:
             return memory_s
         return max(memory_s, load.stalled_s(now_s, scale.busy_s))
 
-    def retention(self, placement: Placement, hints: SessionHints = NO_HINTS) -> Retention:
-        """Return the prompt's turn in its session, and how early its blocks may be evicted."""
+    def recognise(self, placement: Placement, context: RequestContext) -> RequestContext:
+        """Return the context of a prompt with its turn, and what features know about the turn."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
-        return self.returns.retention(chain, known_blocks, hints, shared_blocks)
+        turn, earlier = self.turns.find(chain, known_blocks, context.hints, shared_blocks)
+        context = replace(context, turn=turn)
+        for recognised in self.features.recognised:
+            context = recognised(context, turn, earlier)
+        return context
 
     # Dispatches.
 
@@ -306,7 +310,7 @@ class Fleet:
             context: what the router knows about the client's call; None: nothing.
         """
         candidate, load = placement.candidate(replica_id), self.loads.of(replica_id)
-        retention = context.retention if context else None
+        turn = context.turn if context else None
         is_batch = context is not None and context.is_in_lane
         hit_tokens = candidate.hit_blocks * self._block_size
         prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
@@ -322,11 +326,11 @@ class Fleet:
             ),
             variant=placement.variant,
             loads_first=candidate.setup_s > 0 or candidate.reload_s > 0 or bool(candidate.terms),
-            turn=None if is_batch else retention and retention.turn,
+            turn=None if is_batch else turn,
             is_batch=is_batch,
         )
         # A request that is sent again was recorded the first time.
-        if retention and not is_batch and not self.returns.knows(retention.turn):
+        if turn and not is_batch and not self.turns.knows(turn):
             self.pressure.record(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
@@ -375,7 +379,7 @@ class Fleet:
         self.mirror.forget_computed(now_s)
         self.mirror.expect(replica_id, dispatch.expected.blocks)
         if dispatch.turn:
-            self.returns.begin(dispatch.turn)
+            self.turns.begin(dispatch.turn)
         attempt = Attempt(
             mirror=self.mirror,
             load=load,
@@ -392,6 +396,6 @@ class Fleet:
 
     def end_session(self, session: int) -> None:
         """Record that a client has declared the end of a session."""
-        self.returns.end(session)
+        last = self.turns.end(session)
         for session_ended in self.features.session_ended:
-            session_ended(session)
+            session_ended(session, last)

@@ -11,7 +11,6 @@ from kvroute.features import TERMS
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, prices, terms_s
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.returns import Retention
 
 RECEIPTS = "kvroute_receipts"  # the field of a response that has the receipts of its prompts
 
@@ -46,7 +45,7 @@ def receipt(
     *,
     policy: str,
     broken: Break | None = None,
-    retention: Retention | None = None,
+    evicted_why: str = "usual",
     is_batch: bool = False,
     limit: int | None = None,
 ) -> dict[str, Any]:
@@ -55,11 +54,11 @@ def receipt(
     Args:
         policy: the routing policy. Costs are None with policies other than "kvroute".
         broken: where the prompt differs from the chat's earlier prompt; None: it does not.
-        retention: how long a replica should keep the prompt's blocks; None: unknown.
+        evicted_why: why blocks of the prompt were evicted, if some were.
         is_batch: whether the queue has chosen the replica for a batch request.
         limit: the most replicas to list, at least two; None: all.
     """
-    ranking = placement.ranking
+    ranking, evicted_tokens = placement.ranking, placement.evicted_tokens
     is_priced = ranking and policy == "kvroute"
     factors = None
     if is_priced:
@@ -81,7 +80,7 @@ def receipt(
         "reusable_blocks": len(placement.chain),
         "best_hit_tokens": placement.best_hit_blocks * placement.block_size,
         "broken": broken and broken.as_json(known_tokens=placement.known_tokens),
-        "evicted": _evicted(placement, retention),
+        "evicted": {"tokens": evicted_tokens, "why": evicted_why} if evicted_tokens else None,
         "busy_s": round(placement.busy_s, 6),
         "congestion_price": round(factors.alpha, 3) if factors else None,
         "cache_pressure": round(placement.pressure, 3),
@@ -93,15 +92,6 @@ def receipt(
             for candidate, candidate_terms in zip_longest(listed, terms)
         ],
     }
-
-
-def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any] | None:
-    """Return how many tokens were cached before and are cached nowhere now, and why.
-
-    The result is None if there are no such tokens, or if `retention` is None.
-    """
-    tokens = placement.evicted_tokens
-    return {"tokens": tokens, "why": retention.lost} if retention and tokens else None
 
 
 def _replica(

@@ -55,7 +55,7 @@ class WaitingRoom:
         """Wait until the request may go.
 
         Args:
-            context: the request's context; its `retention` must be set.
+            context: the request's context; its `turn` must be set.
 
         Returns:
             The seconds that the request has waited.

@@ -1,7 +1,7 @@
 """Builds the parts of a router that serve one model, in the order of their dependencies."""
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from msgspec.structs import replace
@@ -25,7 +25,6 @@ from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
-from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
@@ -74,14 +73,10 @@ class Parts:
         # The features that are on.
         sides = (feature.router(base) for feature in FEATURES)
         self.features = [side for side in sides if side is not None]
-        self._openings: list[Callable[[Call], Awaitable[Opening | None]]] = own_methods(
-            self.features, RouterFeature.opening
-        )
+        self._openings = own_methods(self.features, RouterFeature.opening)
         # Path of a route -> the feature that extends it.
         self.extending = {path: side for side in self.features for path in side.extends}
-        self.started: list[Callable[[Generation], None]] = own_methods(
-            self.features, RouterFeature.started
-        )
+        self.started = own_methods(self.features, RouterFeature.started)
         placing = PlacingFeatures(self.features, partial(self.unreadable.add, "message"))
 
         # The stores in Redis.

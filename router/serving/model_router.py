@@ -1,8 +1,7 @@
 """The parts of one model's router that the HTTP routes use."""
 
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvroute.blocks.variants import MAX_NAME
 from kvroute.features.own_methods import own_methods
@@ -28,10 +27,8 @@ class ModelRouter:
         self.features = parts.features
         self._variants = own_methods(self.features, RouterFeature.variant)
         self._look_for = own_methods(self.features, RouterFeature.look_for)
-        # The methods of features that override them.
-        self.cards: list[Callable[[str], Sequence[Mapping[str, Any]]]] = own_methods(
-            self.features, RouterFeature.cards
-        )
+        self.cards = own_methods(self.features, RouterFeature.cards)
+        self.promises = own_methods(self.features, RouterFeature.promises)
         self._entered = own_methods(self.features, RouterFeature.entered)
         self.extending = parts.extending
         self.lifecycle = Lifecycle(parts)

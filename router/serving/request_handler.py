@@ -122,10 +122,8 @@ class RequestHandler:
             )
             scope = Scope(context.variant, context.namespace, shared_tokens)
             placement = self._parts.fleet.place(prompt, running, now_s, scope, features)
-            retention = self._parts.fleet.retention(placement, context.hints)
-            receipts.append(
-                receipt(placement, policy=self._policy, broken=broken, retention=retention)
-            )
+            why = self._parts.fleet.recognise(placement, context).evicted_why
+            receipts.append(receipt(placement, policy=self._policy, broken=broken, evicted_why=why))
         return receipts
 
     async def check(self, call: Call) -> None:

@@ -1,1 +1,1 @@
-"""Conversations: their turns, changes in their history, and whether they will continue."""
+"""Conversations: their turns, changes in their history, and where prompts diverge."""

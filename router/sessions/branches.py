@@ -31,7 +31,9 @@ class Branches:
         If the prefix has no branches, return 1 for each replica.
         """
         counts = self._counts.get(_key(prefix), {})
-        return relative([counts.get(replica_id, 0.0) for replica_id in fleet])
+        own = [counts.get(replica_id, 0.0) for replica_id in fleet]
+        total = sum(own)
+        return [len(own) * count / total for count in own] if total else [1.0] * len(own)
 
     def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
         """Record that a branch of the prefix was sent to this replica."""
@@ -42,14 +44,6 @@ class Branches:
         self._counts[_key(prefix)] = counts
         if len(self._counts) > MAX_PREFIXES:
             self._counts.popitem(last=False)
-
-
-def relative(amounts: Sequence[float]) -> list[float]:
-    """Divide each amount by the mean of all amounts. If all are zero, return 1 for each."""
-    total, count = sum(amounts), len(amounts)
-    if not total:
-        return [1.0] * count
-    return [count * amount / total for amount in amounts]
 
 
 def _key(prefix: Sequence[Fingerprint]) -> Fingerprint:

@@ -1,14 +1,10 @@
-"""Session ids and cache hints of clients and coding agents are read, or else ignored."""
+"""Session ids of clients and coding agents are read, or else ignored."""
 
 import contextlib
 import json
-from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import httpx
-import httpx2
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,14 +13,12 @@ from starlette.datastructures import Headers
 
 from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.api.call_limits import MAX_NAME
-from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, parse_call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import AGENTS, SESSION, hints_of, session_number
-from kvroute.router.sessions.returns import NO_HINTS, SessionHints
+from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 
 ID = "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe"
-EPHEMERAL = {"type": "ephemeral"}
-HOUR = {"type": "ephemeral", "ttl": "1h"}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -160,7 +154,7 @@ def test_a_session_id_and_a_salt_are_hashed_separately() -> None:
     assert session_number("a", "bc") != session_number("ab", "c")
 
 
-def test_retention_hints_count_for_a_tenant_else_for_a_salt() -> None:
+def test_sessions_count_for_a_tenant_else_for_a_salt() -> None:
     numbers = [
         hints({}, caller=caller("a")).tenant,
         hints({}, caller=caller("b")).tenant,
@@ -171,80 +165,29 @@ def test_retention_hints_count_for_a_tenant_else_for_a_salt() -> None:
     assert hints({"cache_salt": "s"}, caller=caller("a")).tenant == numbers[0]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"cache_control": HOUR},
-        {"system": [{"type": "text", "text": "Hi", "cache_control": HOUR}]},
-        {"tools": [{"name": "f"}, {"name": "g", "cache_control": HOUR}]},
-        {"messages": [USER, {**USER, "cache_control": HOUR}]},
-        {"messages": [{**USER, "content": [{"type": "text", "cache_control": HOUR}]}]},
-        {"input": [{**USER, "content": [{"type": "input_text", "cache_control": HOUR}]}]},
-    ],
-)
-def test_a_cache_control_is_found_wherever_anthropic_allows_it(body: dict[str, Any]) -> None:
-    assert hints(body).is_promised
-
-
-@pytest.mark.parametrize(
-    ("control", "is_promised"),
-    [
-        (EPHEMERAL, True),
-        ({**EPHEMERAL, "ttl": "5m"}, True),
-        (HOUR, True),
-        ({**EPHEMERAL, "ttl": "9y"}, False),
-        ({"type": "lasting"}, False),
-        (None, False),
-        ("1h", False),
-    ],
-)
-def test_a_cache_control_of_a_known_ttl_is_a_promise(control: Any, is_promised: bool) -> None:
-    parts = [{"type": "text", "text": "", "cache_control": control}]
-    assert hints({"messages": [{**USER, "content": parts}]}).is_promised == is_promised
-
-
-@pytest.mark.parametrize(
-    ("body", "is_promised"),
-    [
-        ({"prompt_cache_retention": "24h"}, True),
-        ({"prompt_cache_retention": "in_memory"}, False),
-        ({"prompt_cache_retention": "in-memory"}, False),
-        ({"prompt_cache_retention": 24}, False),
-        ({"prompt_cache_options": {"ttl": "30m"}}, True),
-        ({"prompt_cache_options": {"mode": "explicit"}}, False),
-        ({"prompt_cache_key": ID}, False),
-    ],
-)
-def test_openais_retention_fields_are_promises(body: dict[str, Any], is_promised: bool) -> None:
-    assert hints(body) == SessionHints(is_promised=is_promised)
-
-
 def test_a_call_with_tools_has_tools() -> None:
     assert hints({"tools": [{"name": "f"}]}).has_tools
     assert not hints({"tools": []}).has_tools
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 9) | st.text() | st.sampled_from([HOUR, ID, "1h"]),
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text() | st.just(ID),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["cache_control", "type", "ttl", "content", "user_id", "x"]),
+            st.sampled_from(["session_id", "user_id", "x"]),
             inner,
             max_size=3,
         )
     ),
     max_leaves=12,
 )
-OTHERS = (  # fields of other APIs
-    *("metadata", "cache_control", "system", "tools", "input"),
-    *("prompt_cache_retention", "prompt_cache_options", "prompt_cache_key", "user"),
-)
+OTHERS = ("metadata", "tools", "user")  # fields of other APIs
 
 
 @given(st.dictionaries(st.sampled_from(OTHERS), JSON))
 def test_fields_of_other_apis_are_never_refused(body: dict[str, Any]) -> None:
-    assert hints(body).is_promised in (False, True)
+    assert hints(body).session >= 0
 
 
 @given(st.text() | JSON.map(json.dumps) | JSON.map(lambda id_: json.dumps({"session_id": id_})))
@@ -270,47 +213,3 @@ def test_a_user_id_that_is_too_deep_or_too_long_is_ignored(user: str) -> None:
 def test_any_body_is_read_or_refused(body: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):
         hints(body)
-
-
-def sent(call: Callable[[httpx2.Client], object]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the body and the headers that a client library sends."""
-    seen: list[httpx2.Request] = []
-
-    def note(request: httpx2.Request) -> httpx2.Response:
-        seen.append(request)
-        return httpx2.Response(418, json={})
-
-    with contextlib.suppress(openai.APIError, anthropic.APIError):
-        call(httpx2.Client(transport=httpx2.MockTransport(note)))
-    return json.loads(seen[0].content), dict(seen[0].headers)
-
-
-def test_anthropics_client_sends_session_id_and_ttl_in_anthropics_fields() -> None:
-    def ask(http: httpx2.Client) -> object:
-        client = anthropic.Anthropic(api_key="none", http_client=http, max_retries=0)
-        return client.messages.create(
-            model="m",
-            max_tokens=1,
-            system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-            messages=[{"role": "user", "content": "Hi"}],
-            metadata={"user_id": json.dumps({"session_id": ID})},
-            cache_control={"type": "ephemeral", "ttl": "1h"},
-        )
-
-    body, headers = sent(ask)
-    found = hints_of(headers, parse_call(MESSAGES, json.dumps(body).encode()))
-    assert found == SessionHints(session_number("", ID), is_promised=True)
-
-
-def test_openais_client_sends_our_fields_beside_its_own() -> None:
-    def ask(http: httpx2.Client) -> object:
-        client = openai.OpenAI(api_key="none", http_client=http, max_retries=0)
-        return client.chat.completions.create(
-            model="m",
-            messages=[{"role": "user", "content": "Hi"}],
-            prompt_cache_retention="24h",
-            extra_headers={"X-Session-Id": ID},
-            extra_body={"session_end": True},
-        )
-
-    assert hints(*sent(ask)) == SessionHints(session_number("", ID), is_end=True, is_promised=True)

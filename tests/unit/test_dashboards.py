@@ -16,8 +16,8 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from dashboards import cache_hits
 from dashboards.build import DASHBOARDS, FOLDER, files
 from dashboards.cache_hits import CACHE_HITS, LEDGER
+from kvroute.contract.keep import EVICTION_REASONS
 from kvroute.router.placement.ledger import CAUSES
-from kvroute.router.sessions.returns import EVICTION_REASONS
 from tests.support import metrics_table
 from tests.support.documents import METRICS
 from tests.support.untested import needs

@@ -260,7 +260,7 @@ def test_blocks_in_host_memory_cause_no_cache_pressure() -> None:
             hold(fleet, "a", gpu=200, host=200)
             fleet.mirror.remove("a", evicted)
             placement = place(fleet, float(number))
-            context = RequestContext(0.0, retention=fleet.retention(placement))
+            context = fleet.recognise(placement, RequestContext(0.0))
             fleet.sent(placement, "a", str(number), float(number), context).end()
         return place(fleet).pressure
 

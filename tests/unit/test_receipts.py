@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.command.explain import EVICTED, TERMS, print_receipt, sentences
-from kvroute.contract.keep import RetentionHint, SessionTurn
+from kvroute.contract.keep import EVICTION_REASONS
 from kvroute.features import TERMS as FEATURE_TERMS
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, CostTerms, prices, rank
 from kvroute.router.placement.receipts import REASONS, receipt
 from kvroute.router.sessions.breaks import Break, Difference, Span
-from kvroute.router.sessions.returns import EVICTION_REASONS, Retention
 from tests.support.documents import API
 
 
@@ -154,10 +152,8 @@ def test_tokens_that_are_cached_in_spite_of_a_change_do_not_count_as_broken_on_a
 
 
 def test_a_receipt_has_evicted_tokens_and_the_reason() -> None:
-    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), RetentionHint(), "unlikely")
     some = replace(placement(replica("a", hit_blocks=5)), known_blocks=20)
-    found = receipt(some, policy="kvroute", retention=retention)["evicted"]
+    found = receipt(some, policy="kvroute", evicted_why="unlikely")["evicted"]
     assert found == {"tokens": 15 * 16, "why": "unlikely"}
     whole = replace(some, known_blocks=5)
-    assert receipt(whole, policy="kvroute", retention=retention)["evicted"] is None
-    assert receipt(some, policy="kvroute")["evicted"] is None
+    assert receipt(whole, policy="kvroute", evicted_why="unlikely")["evicted"] is None

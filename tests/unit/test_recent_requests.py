@@ -8,7 +8,6 @@ import pytest
 from kvroute.router.observability.recent_requests import RecentTokens, quantile, summed
 from kvroute.router.observability.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.placement.ledger import Ledger, account
-from kvroute.router.sessions.returns import EvictionReason
 
 
 class Clock:
@@ -63,7 +62,7 @@ def test_an_answer_that_two_replicas_gave_is_one_answered_request() -> None:
 def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_request() -> None:
     clock = Clock()
     window = RecentTokens(clock)
-    whys: list[EvictionReason] = ["usual", "ended", "usual"]
+    whys = ["usual", "ended", "usual"]
     for tokens, why in zip((10, 20, 30), whys, strict=True):
         lost = account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=0, known=tokens)
         window.add("a", lost, why)

@@ -30,7 +30,7 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.sessions.breaks import Break, Difference, Span
-from kvroute.router.sessions.returns import NO_HINTS, SessionHints
+from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 from tests.support.answers import completion
 from tests.support.chunks import streamed
 from tests.support.json_lines import read_lines

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.keep import RetentionHint, SessionTurn
+from kvroute.contract.keep import EVICTION_REASONS
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
-from kvroute.router.sessions.returns import EVICTION_REASONS, EvictionReason, Retention
 from tests.support.records import FACTS, LOAD
 
 
@@ -92,13 +90,12 @@ def test_a_request_without_a_token_counts_no_tokens() -> None:
 
 
 @pytest.mark.parametrize("why", EVICTION_REASONS)
-def test_evicted_tokens_are_counted_by_reason(why: EvictionReason) -> None:
+def test_evicted_tokens_are_counted_by_reason(why: str) -> None:
     router = RouterWithMetrics()
     chain = router.fleet.caches.chain(np.arange(10, dtype=np.uint32))
     router.fleet.mirror.add("a", chain)
     router.fleet.mirror.remove("a", chain)
-    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), RetentionHint(), why)
-    attempt = router.send(RequestContext(0.0, retention=retention), at_s=0.0)
+    attempt = router.send(RequestContext(0.0, evicted_why=why), at_s=0.0)
     receive(attempt, at_s=1.0, is_last=True)
     attempt.end()
     assert router.value("prompt_tokens_total", cause="evicted") == 8

@@ -72,7 +72,7 @@ class Decisions(RequestObserver):
                 attempt.placement,
                 policy=policy,
                 broken=attempt.context.broken,
-                retention=attempt.context.retention,
+                evicted_why=attempt.context.evicted_why,
                 is_batch=attempt.context.is_in_lane,
                 limit=RECEIPT_REPLICAS,
             )
@@ -101,7 +101,7 @@ class Decisions(RequestObserver):
                 "continued_at": continued and continued.attempt.replica_id,
                 "continued_outcome": continued and continued.attempt.outcome,
                 "ledger": ledger and msgspec.structs.asdict(ledger),
-                "evicted_why": attempt.evicted_why if ledger and ledger.evicted else None,
+                "evicted_why": attempt.context.evicted_why if ledger and ledger.evicted else None,
                 "receipt": decision.receipt,
             }
         )

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, get_args
 
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.pulls.peer_pulls import Exchange, PlannedPulls
 from kvroute.features.pulls.recent_prompts import RecentPrompt, RecentPrompts
@@ -87,13 +87,16 @@ class HandOver:
         Prompts with images are left out, since a pull has only token ids, and so are prompts whose
         blocks are evicted first, for example those of batch requests.
         """
-        rank_id, retention = generation.replica_id, generation.retention
+        rank_id, sent = generation.replica_id, generation.sent
         source = self._pulls.exchanges.get(rank_id)
-        if self._within_s <= 0 or source is None or not source.address or generation.features:
+        if self._within_s <= 0 or source is None or not source.address or sent.features:
             return
-        if retention is not None and retention.keep.order != Order.ENDED:
+        keep = sent.keep or RetentionHint()
+        if sent.turn is not None and keep.order != Order.ENDED:
             self._prompts.store(
-                RecentPrompt(generation.token_ids, generation.scope, retention, rank_id, source)
+                RecentPrompt(
+                    generation.token_ids, generation.scope, sent.turn, keep, rank_id, source
+                )
             )
 
     async def run(self) -> None:
@@ -123,14 +126,14 @@ class HandOver:
             if time.monotonic() >= ends_s or not self._links.is_connected(replica_id):
                 break
             # Blocks that stay longest by the order of eviction go first. The sort is stable.
-            prompts = iter(sorted(left, key=lambda prompt: -prompt.retention.keep.order))
+            prompts = iter(sorted(left, key=lambda prompt: -prompt.keep.order))
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(PARALLEL):
                     tasks.create_task(self._move_all(prompts, received, ends_s))
             await asyncio.sleep(CHECK_S)
         self.outcomes["late"] += len(left)
         for prompt in left:
-            self._prompts.forget(prompt.retention.turn.end)
+            self._prompts.forget(prompt.turn.end)
 
     async def _move_all(
         self, prompts: Iterator[RecentPrompt], received: Counter[str], ends_s: float
@@ -146,7 +149,7 @@ class HandOver:
             if outcome is not None:
                 self.outcomes[outcome] += 1
             if outcome == "dropped":
-                self._prompts.forget(prompt.retention.turn.end)
+                self._prompts.forget(prompt.turn.end)
             await asyncio.sleep(0)  # let requests run
 
     async def _move(
@@ -157,14 +160,14 @@ class HandOver:
         Args:
             received: blocks that each rank has got in this hand-over.
         """
-        retention = prompt.retention
-        if not self._fleet.returns.knows(retention.turn):
+        turn = prompt.turn
+        if not self._fleet.turns.knows(turn):
             return "dropped"
         to = min(self._receivers(prompt), key=lambda to: _cost(to, received), default=None)
         if to is None:
             return "dropped"
         if not to.blocks:
-            self._prompts.move(retention.turn.end, to.rank_id, to.exchange)
+            self._prompts.move(turn.end, to.rank_id, to.exchange)
             return "held"
         if to.pull_s >= to.computing_s or not self._has_space(received):
             return "dropped"
@@ -178,7 +181,7 @@ class HandOver:
         self.tokens += result.tokens
         if result.reason and not result.tokens:
             return "dropped"
-        self._prompts.move(retention.turn.end, to.rank_id, to.exchange)
+        self._prompts.move(turn.end, to.rank_id, to.exchange)
         return "moved"
 
     def _receivers(self, prompt: RecentPrompt) -> Iterator[Receiver]:
@@ -227,7 +230,7 @@ class HandOver:
             variant=prompt.scope.variant,
             shared_tokens=prompt.scope.shared_tokens,
             order_s=-MAX_ORDER_S,  # it computes nothing, so no request has to wait for it
-            keep=prompt.retention.keep,
+            keep=prompt.keep,
             features=carried(pull),
         )
         id_, result, end_s = request.request_id, None, now_s + wait_s + to.pull_s

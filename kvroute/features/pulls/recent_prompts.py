@@ -10,10 +10,9 @@ from typing import NamedTuple
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.keep import NO_BLOCK
+from kvroute.contract.keep import NO_BLOCK, RetentionHint, SessionTurn
 from kvroute.contract.ranks import replica_of
 from kvroute.features.pulls.peer_pulls import Exchange
-from kvroute.router.sessions.returns import Retention
 
 CAPACITY_TOKENS = 4_000_000  # limit of all prompts together: 16 MB
 # Memory of a prompt besides its token ids, in token ids of 4 bytes.
@@ -25,7 +24,8 @@ class RecentPrompt(NamedTuple):
 
     token_ids: TokenIds
     scope: Scope
-    retention: Retention
+    turn: SessionTurn
+    keep: RetentionHint  # when a replica evicts its blocks
     rank_id: str  # the rank that has its blocks
     source: Exchange  # how this rank lets others pull them
 
@@ -46,7 +46,7 @@ class RecentPrompts:
 
         A conversation that the client has ended is forgotten.
         """
-        turn = prompt.retention.turn
+        turn = prompt.turn
         self.forget(turn.before)
         self.forget(turn.end)
         if turn.end == NO_BLOCK or turn.is_last or _size(prompt) > self._capacity_tokens:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
 
-from kvroute.contract.keep import NO_BLOCK
+from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.features.figure import Figure
 from kvroute.features.line import Line
 from kvroute.features.router_feature import RouterFeature
@@ -57,7 +57,6 @@ class RouterSeats(RouterFeature):
             self.seats.sent(
                 turn,
                 dispatch.prompt_tokens,
-                tenant=turn.tenant,
                 cached=cached,
                 now_s=attempt.sent_s,
             )
@@ -68,7 +67,7 @@ class RouterSeats(RouterFeature):
             if turn.is_last and attempt.is_over:
                 self.seats.session_ended(turn.session)
 
-    def session_ended(self, session: int) -> None:
+    def session_ended(self, session: int, last: SessionTurn | None) -> None:
         self.seats.session_ended(session)
 
     def share(self, now_s: float) -> bytes | None:
@@ -122,14 +121,12 @@ class SeatLine(Line[Any, SeatWaiter[Any]]):
         Batch requests need no seat, since they run while nothing else waits. A call with several
         prompts needs none either, since it is not a turn of a conversation.
         """
-        retention = context.retention
-        if retention is None or retention.turn.end == NO_BLOCK:
+        turn = context.turn
+        if turn is None or turn.end == NO_BLOCK:
             return None
         if context.urgency.is_batch or context.prompts > 1:
             return None
-        waiter = SeatWaiter(
-            request, context.ready_s, retention.turn, placement.prompt_tokens, retention.turn.tenant
-        )
+        waiter = SeatWaiter(request, context.ready_s, turn, placement.prompt_tokens)
         return None if self._seats.can_send(waiter, now_s) else waiter
 
     def add(self, waiter: SeatWaiter[Any]) -> None:

@@ -63,7 +63,6 @@ class SeatWaiter(Waiter[R]):
 
     turn: SessionTurn
     tokens: int  # prompt tokens
-    tenant: int
 
     @property
     def session(self) -> int:
@@ -148,7 +147,6 @@ class Seats(Generic[R]):
         turn: SessionTurn,
         tokens: int,
         *,
-        tenant: int,
         cached: tuple[Fingerprint, int],
         now_s: float,
     ) -> None:
@@ -162,7 +160,7 @@ class Seats(Generic[R]):
         session = self._active.get(turn.session)
         if session is None:
             shared = self._shared_tokens(turn, *cached)
-            session = self._active[turn.session] = ActiveSession(tenant, now_s, shared)
+            session = self._active[turn.session] = ActiveSession(turn.tenant, now_s, shared)
         before = session.tokens
         session.add_turn(turn, tokens)
         self._add_tokens(session, session.tokens - before)
@@ -205,17 +203,17 @@ class Seats(Generic[R]):
         self._session_of(waiter, waiter.arrived_s).running += 1
         if not self._waiting:
             self._granted_s = waiter.arrived_s
-        self._waiting[waiter.tenant].append(waiter)
+        self._waiting[waiter.turn.tenant].append(waiter)
         self.on_change()
 
     def remove(self, waiter: SeatWaiter[R]) -> bool:
         """Remove a waiting request. Return whether it was waiting."""
-        waiters = self._waiting.get(waiter.tenant)
+        waiters = self._waiting.get(waiter.turn.tenant)
         if not waiters or waiter not in waiters:
             return False
         waiters.remove(waiter)
         if not waiters:
-            del self._waiting[waiter.tenant]
+            del self._waiting[waiter.turn.tenant]
         if session := self._active.get(waiter.session):
             session.running = max(0, session.running - 1)
         self.on_change()
@@ -342,7 +340,9 @@ class Seats(Generic[R]):
         session = self._active.get(waiter.session)
         if session is None:
             shared = self._shared.get(waiter.session, 0)
-            session = self._active[waiter.session] = ActiveSession(waiter.tenant, now_s, shared)
+            session = self._active[waiter.session] = ActiveSession(
+                waiter.turn.tenant, now_s, shared
+            )
         context = max(0, waiter.tokens - session.shared_tokens - session.tokens)
         session.contexts[waiter.turn.end] = session.contexts.get(waiter.turn.end, 0) + context
         session.tokens += context
@@ -354,7 +354,7 @@ class Seats(Generic[R]):
         """Return the waiting request that can be sent next, or None if all have to wait."""
         first = min(  # of the tenant with the fewest context tokens in seats
             (waiters[0] for waiters in self._waiting.values()),
-            key=lambda waiter: (self._seat_tokens[waiter.tenant], waiter.arrived_s),
+            key=lambda waiter: (self._seat_tokens[waiter.turn.tenant], waiter.arrived_s),
         )
         if not self._is_limited:
             return first

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST
 from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
-from kvroute.contract.keep import SESSION_BITS, RetentionHint, batch_hint, hash_number
+from kvroute.contract.keep import SESSION_BITS, hash_number
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
@@ -47,7 +49,7 @@ from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.queue import Queue, QueuedRequest
-from kvroute.router.sessions.returns import Retention, SessionHints
+from kvroute.router.sessions.turns import SessionHints
 
 BATCH = Urgency("batch")
 
@@ -74,8 +76,8 @@ class Production:
         )
         self._features = features = PlacingFeatures(side for side in sides if side is not None)
         self._lines: Sequence[Line[Request, Any]] = features.lines
-        # Index of a request that was not sent yet -> how long its blocks are to be kept.
-        self._retentions: dict[int, Retention] = {}
+        # Index of a request that was not sent yet -> its context.
+        self._contexts: dict[int, RequestContext] = {}
         self._has_published_queue = False  # whether the latest message listed waiting requests
         self._peer_publisher = PeerPublisher(
             queue=self._queue,
@@ -120,22 +122,19 @@ class Production:
     def on_arrival(self, request: Request, now_s: float) -> None:
         """Let the request wait for a feature if it has to, and then in the queue."""
         placement = self._place(request, now_s)
-        retention = self._fleet.retention(placement, self._hints(request))
-        self._retentions[request.index] = retention
         shortest_s = min([candidate.backlog_s for candidate in placement.ranking])
         is_busy = shortest_s >= self._queue.busy_backlog_s
         urgency = BATCH if request.is_batch else DEFAULT_URGENCY
-        context = RequestContext(now_s, urgency=urgency, retention=retention)
+        session = hash_number(request.session, bits=SESSION_BITS) if request.session else 0
+        hints = SessionHints(session, is_end=request.is_end, has_tools=request.has_tools)
+        context = RequestContext(now_s, urgency=urgency, hints=hints)
+        self._contexts[request.index] = context = self._fleet.recognise(placement, context)
         for line in self._lines:
             line.observe(placement, is_busy=is_busy)
             if (waiter := line.ask(request, placement, context, now_s)) is not None:
                 line.add(waiter)
                 return
         self._queue_up(request, placement, now_s)
-
-    def _hints(self, request: Request) -> SessionHints:
-        session = hash_number(request.session, bits=SESSION_BITS) if request.session else 0
-        return SessionHints(session, is_end=request.is_end, has_tools=request.has_tools)
 
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         candidate = placement.ranking[0]
@@ -190,40 +189,24 @@ class Production:
         self._queue.sent(queued, now_s)
         placement = self._place(request, now_s, queued.allowed_ids)
         best = self.best(placement)
-        retention = self._retentions.pop(request.index)
-        is_in_lane = self.is_in_lane(queued)
-        context = RequestContext(now_s, retention=retention, is_in_lane=is_in_lane)
+        is_in_lane = queued.is_batch and not queued.is_promoted
+        context = replace(self._contexts.pop(request.index), is_in_lane=is_in_lane)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s, context)
         self._attempts[request.index] = attempt
-        keep = retention.keep
-        if is_in_lane:
-            keep = batch_hint(keep, is_named=request.session is not None)
+        sent = self._features.sending(GenerateRequest(attempt.request_id, NO_TOKENS), attempt)
         return PolicyDecision(
             request,
             int(best.replica_id),
             queued.order_s - now_s + (BATCH_S if queued.allowed_ids else 0.0),
             attempt.dispatch.new_tokens,
-            self.retention_hint(keep),
+            sent.keep,
             is_batch=is_in_lane,
-            pull=self._pull(attempt),
+            pull=carried_in(sent.features, Pull),
         )
-
-    def _pull(self, attempt: Attempt) -> Pull | None:
-        """Return what the replica would be told to pull; None: nothing."""
-        request = self._features.sending(GenerateRequest(attempt.request_id, NO_TOKENS), attempt)
-        return carried_in(request.features, Pull)
-
-    def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
-        """Return whether the request gives way to others at its replica."""
-        return queued.is_batch and not queued.is_promoted
 
     def best(self, placement: Placement) -> Candidate:
         """Return the replica to which the request goes."""
         return placement.ranking[0]
-
-    def retention_hint(self, keep: RetentionHint) -> RetentionHint | None:
-        """Return the retention hint to send for the request's blocks; None: no hint."""
-        return keep
 
     def on_pulled(self, request: Request, result: PullResult, now_s: float) -> None:
         chunk = Chunk((), 0, features=carried(result))
@@ -264,13 +247,6 @@ class Production:
         self._peer_subscriber.receive(message)
 
 
-class LeastRecentlyUsed(Production):
-    """kvroute without retention hints, so that engines evict the least recently used blocks."""
-
-    def retention_hint(self, keep: RetentionHint) -> RetentionHint | None:
-        return None
-
-
 class MinTtft(Production):
     """The replica with the earliest first token: queued prefill plus the prompt's own prefill.
 
@@ -284,7 +260,6 @@ class MinTtft(Production):
 
 POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute": Production,
-    "kvroute-lru": LeastRecentlyUsed,
     **{
         f"kvroute-{policy}": partial(Production, policy=policy)
         for feature in FEATURES

@@ -17,6 +17,7 @@ from msgspec import structs
 from kvroute.blocks.chain import EVERYBODY
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Emit, GenerateRequest, TokenIds
+from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.pulls.hand_over import HandOver, Outcome
@@ -31,8 +32,9 @@ from kvroute.replica.fabric.pull import (
     carried,
     carried_in,
 )
+from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints
+from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 from kvroute.wire.structs import decode_begin
 from tests.support.records import record
 from tests.support.waiting import until
@@ -96,10 +98,10 @@ class Shrinking:
         new = np.random.default_rng(seed).integers(0, 1000, BLOCKS * BLOCK + 1)
         ids = np.append(before, new).astype(np.uint32)
         chain = self.fleet.caches.chain(ids)
-        retention = self.fleet.returns.retention(chain, len(before) // BLOCK, hints)
-        self.fleet.returns.begin(retention.turn)
+        turn, _ = self.fleet.turns.find(chain, len(before) // BLOCK, hints)
+        self.fleet.turns.begin(turn)
         generation: Any = SimpleNamespace(
-            token_ids=ids, scope=EVERYBODY, features=(), retention=retention, replica_id="a"
+            token_ids=ids, scope=EVERYBODY, sent=RequestContext(turn=turn), replica_id="a"
         )
         self.hand_over.remember(generation)
         return ids
@@ -259,31 +261,27 @@ async def test_a_conversation_that_was_moved_can_be_moved_again() -> None:
 
 
 def prompt(end: int, tokens: int = 100, before: int = 0) -> RecentPrompt:
-    fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
-    hint = fleet.returns.retention([], 0, NO_HINTS)
-    turn = hint.turn._replace(end=Fingerprint(end), before=Fingerprint(before))
+    turn = SessionTurn(Fingerprint(end), 1, 1, Fingerprint(before))
     source = Exchange("f", "a:1", 1, None)
-    return RecentPrompt(
-        np.zeros(tokens, np.uint32), EVERYBODY, Retention(turn, hint.keep), "a", source
-    )
+    return RecentPrompt(np.zeros(tokens, np.uint32), EVERYBODY, turn, RetentionHint(), "a", source)
 
 
 def test_the_oldest_prompts_are_forgotten_first() -> None:
     prompts = RecentPrompts(capacity_tokens=3 * (100 + PROMPT_TOKENS))
     for end in range(1, 6):
         prompts.store(prompt(end))
-    assert [each.retention.turn.end for each in prompts.on("a")] == [5, 4, 3]
+    assert [each.turn.end for each in prompts.on("a")] == [5, 4, 3]
 
 
 def test_a_prompt_that_is_too_long_is_not_stored() -> None:
     prompts = RecentPrompts(capacity_tokens=1000)
     prompts.store(prompt(1))
     prompts.store(prompt(2, tokens=1000))
-    assert [each.retention.turn.end for each in prompts.on("a")] == [1]
+    assert [each.turn.end for each in prompts.on("a")] == [1]
 
 
 def test_a_later_turn_replaces_the_earlier_one() -> None:
     prompts = RecentPrompts()
     prompts.store(prompt(1))
     prompts.store(prompt(2, before=1))
-    assert [each.retention.turn.end for each in prompts.on("a")] == [2]
+    assert [each.turn.end for each in prompts.on("a")] == [2]

@@ -44,8 +44,8 @@ class Sessions:
     def waiter(self, session: int, tokens: int, tenant: int = 0) -> SeatWaiter[int]:
         end = Fingerprint(next(numbers))
         before = self.ends.get(session, NO_BLOCK)
-        turn = SessionTurn(end, session, self.turns.get(session, 0) + 1, before)
-        return SeatWaiter(session, self.now_s, turn, tokens, tenant)
+        turn = SessionTurn(end, session, self.turns.get(session, 0) + 1, before, tenant=tenant)
+        return SeatWaiter(session, self.now_s, turn, tokens)
 
     def ask(self, session: int, tokens: int, tenant: int = 0, router: int = 0) -> bool:
         """Send the next turn, or let it wait. Return whether it was sent."""
@@ -62,9 +62,7 @@ class Sessions:
         self.turns[waiter.session] = waiter.turn.number
         self.running.append(waiter.session)
         for seats in self.routers:
-            cached = (NO_BLOCK, 0)
-            tenant = waiter.tenant
-            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, cached=cached, now_s=self.now_s)
+            seats.sent(waiter.turn, waiter.tokens, cached=(NO_BLOCK, 0), now_s=self.now_s)
 
     def end(self, session: int) -> None:
         self.running.remove(session)

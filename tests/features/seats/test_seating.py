@@ -19,7 +19,7 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
-from kvroute.router.sessions.returns import SessionHints
+from kvroute.router.sessions.turns import SessionHints
 from tests.support.waiting import until
 
 BLOCK = 16
@@ -66,8 +66,7 @@ class Line:
         tokens = BLOCK * len(chain) + 1
         placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
         said = more.pop("hints", SessionHints(session))
-        retention = self.fleet.retention(placement, said)
-        context = RequestContext(self.now_s, hints=said, retention=retention)
+        context = self.fleet.recognise(placement, RequestContext(self.now_s, hints=said))
         context = replace(context, **more)
         waited_s = await self.seating.leave(placement, context)
         self.fleet.sent(placement, REPLICA, f"{session} {len(chain)}", self.now_s, context).end()
@@ -101,7 +100,7 @@ async def test_a_request_waits_until_its_session_has_a_seat() -> None:
 
 @pytest.mark.parametrize(
     "more",
-    [{"urgency": Urgency("batch")}, {"prompts": 2}, {"retention": None}],
+    [{"urgency": Urgency("batch")}, {"prompts": 2}, {"turn": None}],
 )
 async def test_batch_requests_and_calls_with_several_prompts_need_no_seat(
     more: dict[str, Any],

@@ -7,7 +7,6 @@ from kvroute.command.explain import EVICTED, TERMS
 from kvroute.features.page.history import PERIOD_S, SAMPLES, History, SampledLoad, sample
 from kvroute.features.page.traffic import Counts
 from kvroute.router.placement.ledger import CAUSES
-from kvroute.router.sessions.returns import EVICTION_REASONS
 
 NOW_S = 1_800_000_000.0
 TOKENS = {"hit": 8_000, "spilled": 300, "new": 1_500, "tail": 200}
@@ -27,7 +26,7 @@ def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
                 "window_s": 300.0,
                 "requests": 40,
                 "tokens": dict.fromkeys(CAUSES, 0) | TOKENS,
-                "evicted": dict.fromkeys(EVICTION_REASONS, 0),
+                "evicted": dict.fromkeys(EVICTED, 0),
             },
             "history": _history(ids, samples),
         }

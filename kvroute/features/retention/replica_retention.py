@@ -6,10 +6,10 @@ from kvroute.features.replica_feature import Method, ReplicaFeature
 from kvroute.replica.rank import Rank
 
 
-class ReplicaSessions(ReplicaFeature):
+class ReplicaRetention(ReplicaFeature):
     """Tells the engines which sessions have ended."""
 
-    name = "sessions"
+    name = "retention"
 
     def __init__(self, ranks: Sequence[Rank]) -> None:
         self._ranks = ranks

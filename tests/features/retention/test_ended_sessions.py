@@ -16,9 +16,9 @@ from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint, SessionTurn
 from kvroute.features.gate import OPEN, Caller, Gate
 from kvroute.features.placing_feature import PlacingFeatures
-from kvroute.features.sessions import SessionEnds, router_sessions
-from kvroute.features.sessions.replica_sessions import ReplicaSessions
-from kvroute.features.sessions.router_sessions import EndedSessions, report_end
+from kvroute.features.retention import Retention, router_retention
+from kvroute.features.retention.replica_retention import ReplicaRetention
+from kvroute.features.retention.router_retention import RouterRetention, report_end
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import session_number
 from kvroute.router.ingress import _refuse
@@ -26,7 +26,7 @@ from kvroute.router.middleware.entrance import Entrance
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
-from kvroute.router.sessions.returns import ENDED, NO_HINTS, Retention, Returns, SessionHints
+from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 from tests.support.answers import completion
 from tests.support.gates import ClosedGate
 from tests.support.waiting import until
@@ -65,7 +65,7 @@ async def test_the_end_of_a_session_is_reported_to_every_rank() -> None:
 async def test_replicas_that_do_not_confirm_the_end_are_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_sessions, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(router_retention, "TIMEOUT_S", 0.05)
     replicas = Replicas("a", "b")
     async with replicas.wired as wired:
         wired.servers["a"].methods = {}
@@ -79,7 +79,7 @@ async def test_replicas_that_do_not_confirm_the_end_are_returned(
     "said", [SessionHints(5, is_end=True), SessionHints(is_end=True), SessionHints(5), NO_HINTS]
 )
 async def test_the_end_of_a_last_request_is_reported_to_all_replicas(said: SessionHints) -> None:
-    replicas, ended = Replicas("a", "b"), EndedSessions()
+    replicas, ended = Replicas("a", "b"), RouterRetention()
     features = PlacingFeatures([ended])
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), features=features)
     async with replicas.wired as wired:
@@ -93,24 +93,26 @@ async def test_the_end_of_a_last_request_is_reported_to_all_replicas(said: Sessi
             ((session, _), same) = replicas.reported
             assert session == same[0] == (said.session or session)
         else:
-            assert not ended._waiting
+            assert ended._waiting.empty()
         running.cancel()
 
 
 async def test_ended_sessions_that_wait_to_be_reported_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_sessions, "MAX_WAITING", 3)
-    ended = EndedSessions()
+    monkeypatch.setattr(router_retention, "MAX_WAITING", 3)
+    ended = RouterRetention()
     for session in range(1, 9):
         turn = SessionTurn(Fingerprint(session), session, 1, is_last=True)
         for is_over, order in ((False, 0), (True, 1), (True, 0), (True, 0)):
-            retention = Retention(turn, RetentionHint(Order(order), session))
-            context = RequestContext(0.0, retention=retention)
+            keep = RetentionHint(Order(order), session)
+            context = RequestContext(0.0, turn=turn, keep=keep)
             attempt: Any = SimpleNamespace(context=context, is_over=is_over)
-            ended.last_over(attempt)
-            assert bool(ended._waiting) == (session > 1 or (is_over and order == Order.ENDED))
-    assert [*ended._waiting] == [1, 2, 3]
+            ended.over(attempt)
+            is_told = session > 1 or (is_over and order == Order.ENDED)
+            assert ended._waiting.empty() != is_told
+    waiting = [ended._waiting.get_nowait() for _ in range(3)]
+    assert (waiting, ended._waiting.empty()) == ([1, 1, 2], True)
 
 
 @pytest.mark.parametrize("length", [0, 7, 9, 1_000_000])
@@ -121,28 +123,11 @@ async def test_a_sessions_number_has_eight_bytes(length: int) -> None:
         ended.append(session)
 
     rank: Any = SimpleNamespace(engine=SimpleNamespace(end_session=end))
-    method = ReplicaSessions([rank]).methods()["end_session"]
+    method = ReplicaRetention([rank]).methods()["end_session"]
     await method(LONGEST.to_bytes(8, "little"), 0)
     with pytest.raises(ValueError, match=f"8 bytes, not {length}"):
         await method(bytes(length), 0)
     assert ended == [LONGEST]
-
-
-def chain(*ends: int) -> list[Fingerprint]:
-    return [Fingerprint(end) for end in ends]
-
-
-def test_tokens_of_a_turn_after_the_end_are_evicted_because_it_ended() -> None:
-    returns = Returns()
-    for session in (1, 2):
-        returns.begin(returns.retention(chain(10 * session), 0, SessionHints(session)).turn)
-    returns.end(1)
-    returns.end(3)  # an unknown session
-    ended = returns.retention(chain(10, 11), 1, SessionHints(1))
-    assert (ended.lost, ended.turn.number) == ("ended", 2)
-    assert returns.retention(chain(20, 21), 1, SessionHints(2)).lost == "usual"
-    returns.begin(ended.turn)
-    assert sum(returns.counts.returned[:ENDED]) == 0
 
 
 class Application:
@@ -155,7 +140,7 @@ class Application:
         models._started = 0
         http: Any = FastAPI()
         http.state.models, http.state.gate = models, gate
-        for routes in SessionEnds().routes():
+        for routes in Retention().routes():
             http.include_router(routes)
         http.exception_handler(ApiError)(_refuse)
         http.add_middleware(Entrance, gate=gate, refused=lambda error: None)

@@ -1,14 +1,20 @@
-"""Reports ended sessions to all replicas, since several may hold blocks of a session."""
+"""Retention in the router of one model: what the core calls.
+
+The ends of sessions are reported to all replicas, since several may hold blocks of a session.
+"""
 
 import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvroute.contract.keep import Order
+from kvroute.features.retention.promises import promises
+from kvroute.features.retention.returns import Returns
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.connections.links import Links, UnansweredError
 
 if TYPE_CHECKING:
+    from kvroute.router.api.calls import Call
     from kvroute.router.placement.attempts import Attempt
     from kvroute.router.serving.assembly import Parts
 
@@ -19,19 +25,19 @@ MAX_WAITING = 1000
 PARALLEL = 16  # sessions that are reported at the same time
 
 
-class EndedSessions(RouterFeature):
-    """Reports the sessions that clients have ended, with a request of their own or with the last.
+class RouterRetention(Returns, RouterFeature):
+    """Gives hints to replicas, and reports the sessions that clients have ended.
 
-    If too many of a client's declarations are wrong, they are ignored, and its sessions are not
+    If too many of these declarations are wrong, they are ignored, and the sessions are not
     reported.
     """
 
-    name = "sessions"
     _parts: "Parts"  # from `attach` on
 
     def __init__(self) -> None:
-        self._waiting: dict[int, None] = {}  # sessions whose end is to be reported, in order
-        self._has_some = asyncio.Event()
+        super().__init__()
+        # Sessions whose end is to be reported.
+        self._waiting = asyncio.Queue[int](MAX_WAITING)
 
     def attach(self, parts: "Parts") -> None:
         self._parts = parts
@@ -39,13 +45,15 @@ class EndedSessions(RouterFeature):
     def tasks(self) -> Mapping[str, Coroutine[Any, Any, None]]:
         return {"ended sessions": self.run(self._parts.links)}
 
-    def last_over(self, attempt: "Attempt") -> None:
-        retention = attempt.context.retention
-        if retention is None or not attempt.is_over or len(self._waiting) >= MAX_WAITING:
+    def promises(self, call: "Call") -> bool:
+        return promises(call)
+
+    def over(self, attempt: "Attempt") -> None:
+        turn, keep = attempt.context.turn, attempt.context.keep
+        if turn is None or keep is None or not (turn.is_last and attempt.is_over):
             return
-        if retention.keep.order == Order.ENDED:
-            self._waiting[retention.turn.session] = None
-            self._has_some.set()
+        if keep.order == Order.ENDED and not self._waiting.full():
+            self._waiting.put_nowait(turn.session)
 
     async def end(self, session: int) -> dict[str, str]:
         """Record that a client has declared the end of a session, and report it to all replicas.
@@ -61,18 +69,15 @@ class EndedSessions(RouterFeature):
         for wake in parts.line_wakes:
             wake.set()
         parts.publisher.session_ended(session)
-        return await report_end(parts.links, session) if parts.fleet.returns.trusts_ends else {}
+        return await report_end(parts.links, session) if self.trusts_ends else {}
 
     async def run(self, links: Links) -> None:
         """Report ended sessions to the replicas until cancelled."""
+        await asyncio.gather(*(self._report_all(links) for _ in range(PARALLEL)))
+
+    async def _report_all(self, links: Links) -> None:
         while True:
-            await self._has_some.wait()
-            sessions = [*self._waiting][:PARALLEL]
-            await asyncio.gather(*(report_end(links, session) for session in sessions))
-            for session in sessions:
-                self._waiting.pop(session)
-            if not self._waiting:
-                self._has_some.clear()
+            await report_end(links, await self._waiting.get())
 
 
 async def report_end(links: Links, session: int) -> dict[str, str]:

@@ -1,15 +1,23 @@
-"""Conversations are recognised by their prompts, and it is counted how often they continue."""
+"""It is counted how often conversations continue."""
 
+import random
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import Order, SessionTurn
-from kvroute.router.sessions import returns as module
-from kvroute.router.sessions.returns import ENDED, NO_HINTS, Retention, Returns, SessionHints
+from kvroute.contract.generation import NO_TOKENS, GenerateRequest
+from kvroute.contract.keep import Order, RetentionHint, SessionTurn
+from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.retention import returns as module
+from kvroute.features.retention.returns import BATCH_SESSION, ENDED, Returns
+from kvroute.router.placement.attempts import Placement, RequestContext
+from kvroute.router.placement.fleet import Fleet
+from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 
 LAST = SessionHints(is_end=True)
 TOOLS = SessionHints(has_tools=True)
@@ -20,16 +28,26 @@ class Chats:
 
     def __init__(self) -> None:
         self.returns = Returns()
+        self.fleet = Fleet(
+            model="m",
+            revision="",
+            block_size=16,
+            rng=random.Random(0),
+            features=PlacingFeatures([self.returns]),
+        )
         self._fresh = count(1)
 
     def turn(
         self, before: list[Fingerprint], hints: SessionHints = NO_HINTS, *, times: int = 1
-    ) -> tuple[list[Fingerprint], Retention]:
+    ) -> tuple[list[Fingerprint], RequestContext]:
         chain = [*before, Fingerprint(next(self._fresh))]
-        retention = self.returns.retention(chain, len(before), hints)
+        tokens = 16 * len(chain) + 1
+        placement = Placement((), tuple(chain), 0, tokens, 16, known_blocks=len(before))
+        context = self.fleet.recognise(placement, RequestContext(hints=hints))
+        assert context.turn is not None
         for _ in range(times):
-            self.returns.begin(retention.turn)
-        return chain, retention
+            self.fleet.turns.begin(context.turn)
+        return chain, context
 
     def talk(self, turns: int, hints: SessionHints = NO_HINTS) -> None:
         chain: list[Fingerprint] = []
@@ -38,17 +56,12 @@ class Chats:
 
     def first(self, hints: SessionHints = NO_HINTS) -> Order:
         """Return the retention of a conversation's first turn."""
-        return self.turn([], hints)[1].keep.order
+        return order(self.turn([], hints)[1])
 
 
-def test_turns_of_a_conversation_are_numbered_and_have_one_session() -> None:
-    chats = Chats()
-    chain, first = chats.turn([])
-    chain, second = chats.turn(chain)
-    _, third = chats.turn(chain)
-    _, other = chats.turn([])
-    assert [retention.turn.number for retention in (first, second, third, other)] == [1, 2, 3, 1]
-    assert first.turn.session == second.turn.session == third.turn.session != other.turn.session
+def order(context: RequestContext) -> Order:
+    assert context.keep is not None
+    return context.keep.order
 
 
 def test_first_turns_that_seldom_return_are_less_likely_than_later_ones() -> None:
@@ -59,7 +72,7 @@ def test_first_turns_that_seldom_return_are_less_likely_than_later_ones() -> Non
     chain: list[Fingerprint] = []
     for _ in range(4):
         chain, later = chats.turn(chain)
-    assert later.keep.order == Order.USUAL
+    assert order(later) == Order.USUAL
 
 
 def test_first_turns_with_tools_are_a_kind_of_their_own() -> None:
@@ -100,10 +113,10 @@ def test_an_end_after_the_last_turn_counts_as_an_end() -> None:
     chain, _ = chats.turn([], named)
     chain, _ = chats.turn(chain, named)
     for _ in range(2):
-        chats.returns.end(7)
+        chats.fleet.end_session(7)
     assert chats.returns.counts.sent[ENDED] == 1.0
     _, back = chats.turn(chain, named)
-    assert back.lost == "ended"
+    assert back.evicted_why == "ended"
     assert chats.returns.counts.returned[ENDED] == 1.0
 
 
@@ -116,10 +129,10 @@ def test_the_reason_for_the_eviction_follows_from_the_earlier_turn() -> None:
     for _ in range(3):
         twice, _ = chats.turn(twice)
     ended, _ = chats.turn([], LAST)
-    assert chats.turn(once)[1].lost == "unlikely"
-    assert chats.turn(twice)[1].lost == "usual"
-    assert chats.turn(ended)[1].lost == "ended"
-    assert chats.turn([])[1].lost == "usual"
+    assert chats.turn(once)[1].evicted_why == "unlikely"
+    assert chats.turn(twice)[1].evicted_why == "usual"
+    assert chats.turn(ended)[1].evicted_why == "ended"
+    assert chats.turn([])[1].evicted_why == "usual"
 
 
 TURNS = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=40)
@@ -147,15 +160,6 @@ def test_counts_add_up(turns: list[tuple[int, bool, bool]]) -> None:
     assert sum(chats.returns.counts.returned) == len(turns) - len(chains)
 
 
-def test_the_number_of_remembered_turns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ENDS", 10)
-    chats = Chats()
-    for _ in range(30):
-        chats.talk(3)
-    assert len(chats.returns) == 10
-    assert len(chats.returns._sessions) <= 10
-
-
 def test_older_turns_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_COUNTED", 100)
     chats = Chats()
@@ -168,32 +172,19 @@ def test_older_turns_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(chats.returns.counts.sent) <= 100
 
 
-def test_a_turn_without_a_full_block_is_not_recorded() -> None:
-    returns = Returns()
-    returns.begin(SessionTurn(Fingerprint(0), 0, 1))
-    assert len(returns) == 0
-
-
-def test_equal_prompts_belong_to_different_conversations() -> None:
-    chats = Chats()
-    chain, first = chats.turn([])
-    again = chats.returns.retention(chain, len(chain), NO_HINTS)
-    assert again.turn.number == first.turn.number
-    assert again.turn.session != first.turn.session
-
-
-def test_only_a_client_can_use_its_session_id() -> None:
-    chats = Chats()
-    chain, named = chats.turn([], SessionHints(session=7))
-    _, unnamed = chats.turn(chain)
-    assert (named.turn.session, unnamed.turn.number) == (7, 2)
-    assert unnamed.turn.session != 7
-
-
-def test_shared_blocks_do_not_identify_a_conversation() -> None:
-    chats = Chats()
-    shared, _ = chats.turn([])
-    own = [*shared, Fingerprint(99)]
-    there = chats.returns.retention(own, 1, NO_HINTS, shared_blocks=1)
-    assert there.turn.number == 1
-    assert chats.returns.retention(own, 1, NO_HINTS).turn.number == 2
+@pytest.mark.parametrize(
+    ("order", "is_named", "hint"),
+    [
+        (Order.USUAL, True, RetentionHint(Order.UNLIKELY, 5)),
+        (Order.ENDED, True, RetentionHint(Order.ENDED, 5)),
+        (Order.USUAL, False, RetentionHint(Order.ENDED, BATCH_SESSION)),
+    ],
+)
+def test_the_blocks_of_batch_requests_are_evicted_earlier(
+    order: Order, is_named: bool, hint: RetentionHint
+) -> None:
+    keep, turn = RetentionHint(order, 5), SessionTurn(Fingerprint(1), 5, 1, is_named=is_named)
+    for is_in_lane, expected in ((False, keep), (True, hint)):
+        context = RequestContext(turn=turn, keep=keep, is_in_lane=is_in_lane)
+        attempt: Any = SimpleNamespace(context=context)
+        assert Returns().sending(GenerateRequest("r", NO_TOKENS), attempt).keep == expected

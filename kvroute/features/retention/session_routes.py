@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.features.sessions.router_sessions import EndedSessions
+from kvroute.features.retention.router_retention import RouterRetention
 from kvroute.router.api.sessions import checked_id, session_number
 from kvroute.router.middleware.entrance import caller_of, entered
 from kvroute.router.serving.models import Served
@@ -33,7 +33,7 @@ async def end_session(
     number = session_number(caller_of(request).salted(salt), session_id)
     with entered(request):
         errors = await asyncio.gather(
-            *(served.feature(EndedSessions).end(number) for served in selected)
+            *(served.feature(RouterRetention).end(number) for served in selected)
         )
     unanswered = {rank: reason for by_rank in errors for rank, reason in by_rank.items()}
     ended = {"id": session_id, "object": "session", "deleted": True, "unanswered": unanswered}
