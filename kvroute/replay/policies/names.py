@@ -4,7 +4,6 @@ from kvroute.features import FEATURES
 
 POLICY_NAMES = (
     "kvroute",
-    "kvroute-lru",
     *(f"kvroute-{policy}" for feature in FEATURES for policy in feature.policies),
     "round-robin",
     "power-of-two",
