@@ -11,6 +11,7 @@ class WithoutFeatures:
     """What HTTP routes use of ModelRouter, for models of tests."""
 
     cards: Sequence[Any] = ()
+    promises: Sequence[Any] = ()
     extending: ClassVar[Mapping[str, Any]] = {}
 
     async def look_for(self, model: str) -> None:
