@@ -68,6 +68,9 @@ class Entry:
     request may not go on now.
     """
 
+    def __init__(self, tenant: str = "") -> None:
+        self.tenant = tenant  # name of the caller's tenant; empty: there are no tenants
+
     def add_prompt_tokens(self, prompt_tokens: int, now_s: float) -> None:
         """Count the tokens of all prompts of the request, before one is sent to a replica."""
 

@@ -218,9 +218,8 @@ async def answer(
     call = _with_headers(call, request)
     if signs is not None:
         signs.begin(call)
-    tenant = call.caller.tenant
     request.state.model = model = await models.find(call.model, call.caller)
-    variant = model.variant(call.model, tenant) or ""
+    variant = model.variant(call.model, call.caller.tenant) or ""
     call = model.entered(replace(call, variant=variant), request.state.kept)
     side = model.extending.get(call.path)
     if side and (answered := await side.answer(call, request)):
@@ -231,7 +230,6 @@ async def answer(
         request_id=id_,
         choices=call.n,
         namespace=call.cache_salt,
-        tenant=tenant,
         entry=entry,
         variant=variant,
         urgency=urgency if is_first else urgency.without_limit(),

@@ -155,7 +155,7 @@ class RequestLog(RequestObserver):
             attention_tokens=attempt.load.model.attention_tokens,
             kv_tokens=attempt.load.capacity_tokens or msgspec.UNSET,
             variant=name_of(placement.variant) or msgspec.UNSET,
-            tenant=attempt.context.tenant or msgspec.UNSET,
+            tenant=attempt.context.entry.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),
             evicted_why=attempt.context.evicted_why if ledger and ledger.evicted else msgspec.UNSET,

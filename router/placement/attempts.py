@@ -110,7 +110,6 @@ class RequestContext(Struct, frozen=True):
     choices: int = 1  # number of choices for each prompt
     prompts: int = 1  # number of prompts in the call
     namespace: str = ""  # namespace of the blocks; empty: blocks are shared with all requests
-    tenant: str = ""  # tenant of the caller; empty: there are no tenants
     entry: Entry = UNCOUNTED  # the call at the gate, which counts what it uses
     variant: str = ""  # the variant of the model to use; see Scope
     kept_tokens: int = 0  # leading tokens that replicas have to keep in their caches

@@ -19,6 +19,7 @@ from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord, TierFacts
+from kvroute.features.gate import Entry
 from kvroute.local.before_start import check_request_log
 from kvroute.machine.problem import StartError
 from kvroute.replay.workload.trace import read
@@ -77,7 +78,7 @@ class Router:
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
         context = RequestContext(
-            now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait, hints=hints
+            now_s, broken=broken, entry=Entry(tenant), urgency=urgency, wait=wait, hints=hints
         )
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from starlette.types import Scope
 
 from kvroute.contract.priority import Priority
-from kvroute.features.gate import UNCOUNTED, Caller, Entry, Gate, Role
+from kvroute.features.gate import Caller, Entry, Gate, Role
 from kvroute.features.keys.accounting.lasting_accounts import LastingAccounts
 from kvroute.features.keys.key_file import KeyFileError, Keyring, read
 from kvroute.features.keys.router_limits import Limits
@@ -77,7 +77,7 @@ class KeyGate(Gate):
         return caller
 
     def enter(self, caller: Caller, now_s: float) -> Entry:
-        return self.counts.enter(caller.tenant, now_s) or UNCOUNTED
+        return self.counts.enter(caller.tenant, now_s) or Entry(caller.tenant)
 
     def sender(self, tenant: str, priority: Priority) -> Caller | None:
         return self.keyring.tenant(tenant, priority)

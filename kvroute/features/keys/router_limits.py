@@ -310,7 +310,7 @@ class CountedEntry(Entry):
     """
 
     def __init__(self, limits: Limits, tenant: str, usage: Usage) -> None:
-        self.tenant = tenant
+        super().__init__(tenant)
         self._limits = limits
         self._usage = usage
         self._prompt_tokens = 0

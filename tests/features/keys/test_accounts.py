@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.generation import Chunk
+from kvroute.features.gate import Entry
 from kvroute.features.keys.accounting.accounts import MAX_NAMES, US, Accounts, account_of, as_json
 from kvroute.features.keys.accounting.tenant_metrics import TenantMetrics
 from kvroute.features.keys.limit_headers import OverLimitError
@@ -60,7 +61,7 @@ class Charged:
         number = next(self._numbers)
         ids = np.arange(tokens, dtype=np.uint32) + 1000 * number
         placement = self.fleet.place(ids, ["a", "b"], at_s)
-        asked = RequestContext(at_s, tenant=tenant, **context)
+        asked = RequestContext(at_s, entry=Entry(tenant), **context)
         attempt = self.fleet.sent(placement, to, str(number), at_s, asked)
         attempt.load.speed = AsPredicted()
         return attempt

@@ -55,7 +55,7 @@ class Accounts(RequestObserver):
         self._decoding: dict[str, DecodeTime] = {}
 
     def first_token(self, attempt: Attempt) -> None:
-        if not attempt.context.tenant or attempt.first_token_s is None:
+        if not attempt.context.entry.tenant or attempt.first_token_s is None:
             return
         decode_time = self._decoding.get(attempt.replica_id)
         if decode_time is None:
@@ -68,7 +68,7 @@ class Accounts(RequestObserver):
             account_of(error.tenant, self.refusals, limit=MAX_NAMES)[error.limit] += 1
 
     def ended(self, attempt: Attempt) -> None:
-        tenant = attempt.context.tenant
+        tenant = attempt.context.entry.tenant
         if not tenant or attempt.outcome == "moved":  # another replica gets the request
             return
         usage = usage_of(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
