@@ -26,7 +26,7 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
 from kvroute.contract.ranks import rank_ids
-from kvroute.contract.records import Description, Pins, ProcessLocation
+from kvroute.contract.records import Description, ProcessLocation
 from kvroute.features import FEATURES
 from kvroute.features.replica_feature import ReplicaBase, ReplicaFeatures
 from kvroute.process.builtin_model import resolve
@@ -215,7 +215,6 @@ class Replica:
                     engine.facts, identity, location, settings.served_model_name
                 ),
                 lease_s=settings.lease_s,
-                pins=partial(self._pins, number),
                 reports=partial(self._reports, number),
             )
             for number, (rank_id, engine) in enumerate(
@@ -229,10 +228,6 @@ class Replica:
             "http": self._http,
             "unstarted": self._unstarted,
         }
-
-    def _pins(self, rank: int) -> Pins:
-        """Return which prompts a rank's engine keeps for features, by the name of the pin."""
-        return self._features.pins(rank)
 
     def _reports(self, rank: int) -> dict[str, bytes]:
         """Return what features report about a rank, by name."""

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.records import Description, Load, Pins
+from kvroute.contract.records import Description, Load
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent
 from kvroute.replica.engine.protocol import Engine
@@ -49,7 +49,6 @@ class Publisher:
         replica_id: str,
         description: Description,
         load: Callable[[], Load],
-        pins: Callable[[], Pins] = dict,
         lease_s: float,
     ) -> None:
         self._index = index
@@ -57,7 +56,6 @@ class Publisher:
         self._replica_id = replica_id
         self._description = description
         self._load = load
-        self._pins = pins
         self._lease_s = lease_s
         self._changes = Changes()
         self._changed = asyncio.Event()
@@ -115,7 +113,7 @@ class Publisher:
             self._changed.set()
 
     def renew_soon(self) -> None:
-        """Have load and pins written to Redis within milliseconds, without waiting for that."""
+        """Have the load written to Redis within milliseconds, without waiting for that."""
         self._renewal_s = 0.0
         self._changed.set()
 
@@ -179,7 +177,6 @@ class Publisher:
             replaces=not self._was_registered,
             description=self._description,
             load=self._load(),
-            pins=self._pins(),
             lease_s=self._lease_s,
         )
         self._outage.end()
@@ -211,9 +208,7 @@ class Publisher:
         if asyncio.get_running_loop().time() < self._renewal_s:
             return
         self._plan_renewal()
-        await self._index.renew(
-            self._writer_state, load=self._load(), pins=self._pins(), lease_s=self._lease_s
-        )
+        await self._index.renew(self._writer_state, load=self._load(), lease_s=self._lease_s)
         self._written_s = time.monotonic()
 
     def _plan_renewal(self) -> None:

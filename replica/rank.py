@@ -14,7 +14,7 @@ from msgspec import structs
 
 from kvroute.blocks.tiers import DISK, GROUPS, HOST
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
-from kvroute.contract.records import Description, Load, Pins
+from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
@@ -42,7 +42,6 @@ class Rank:
         rank_id: str,
         description: Description,
         lease_s: float,
-        pins: Callable[[], Pins],
         reports: Callable[[], dict[str, bytes]],
     ) -> None:
         self.id = rank_id
@@ -66,7 +65,6 @@ class Rank:
             replica_id=rank_id,
             description=description,
             load=self._load,
-            pins=pins,
             lease_s=lease_s,
         )
 
@@ -104,7 +102,12 @@ class Rank:
             f"{tier.name}_bytes_per_s": copies.bytes_per_s(now_s)
             for tier, copies in self._copies.items()
         }
-        return structs.replace(load, features=self._reports(), **speeds)
+        return structs.replace(
+            load, pinned_blocks=self._pinned_blocks(), features=self._reports(), **speeds
+        )
+
+    def _pinned_blocks(self) -> int:
+        return sum(self.engine.pins.values())
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         """Run a request and emit its chunks. Cancelling this call aborts the request."""
@@ -146,7 +149,7 @@ class Rank:
         """Return the use of the rank's scarcest resource, from 0 to 1."""
         facts, load = self.engine.facts, self.engine.load()
         # Pinned blocks do not count, because a further replica would have to hold the same pins.
-        pinned_blocks = sum(self.engine.pins.values())
+        pinned_blocks = self._pinned_blocks()
         return occupancy(
             busy_share=self.backlog.busy_share(now_s),
             running=load.running,

@@ -7,12 +7,10 @@ changes: some records omit defaults, and each reader fills in its own.
 
 import functools
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct, field
-from msgspec.structs import astuple
 
 from kvroute.blocks.cache_groups import Layout
 from kvroute.blocks.tiers import DISK, GPU, HOST, Tier
@@ -45,6 +43,7 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     # Measured speed of reads of the disk cache; 0: unknown.
     disk_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    pinned_blocks: Count = 0  # KV blocks that pins hold; a block in two pins counts twice
     features: dict[str, bytes] = {}  # name of a feature -> what its side in the replica reports
 
     def bytes_per_s(self, tier: Tier) -> float:
@@ -120,28 +119,6 @@ class ProcessLocation(Struct, frozen=True):
     metrics: Name | None = None  # address of its metrics; None: it serves no metrics
 
 
-class Warm(Struct, frozen=True, array_like=True):
-    """What a replica keeps warm, that is, in its cache: the beginning of some prompts."""
-
-    blocks: Count  # full blocks of the beginning, all of which this replica has computed
-    is_pinned: bool  # whether the blocks cannot be evicted
-    is_in_host: bool = False  # whether they are pinned in host memory instead of the KV cache
-
-    @property
-    def tier(self) -> Tier:
-        """Return the tier in which the blocks are pinned."""
-        return HOST if self.is_in_host else GPU
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Return how many blocks are pinned in the KV cache, not counting host memory."""
-        return self.blocks if self.is_pinned and self.tier == GPU else 0
-
-
-Pins = Mapping[str, Warm]  # name of a prefix -> its state on the replica
-NO_PINS: Pins = MappingProxyType({})
-
-
 class Description(Struct, frozen=True):
     """Properties of a replica that do not change until it registers again."""
 
@@ -167,7 +144,6 @@ class ReplicaRecord(Struct, frozen=True):
     seq: int  # number of changes since the registration
     facts: EngineFacts
     load: Load
-    pins: Pins = NO_PINS
     identity: Identity | None = None
     whereabouts: ProcessLocation = ProcessLocation()
 
@@ -181,18 +157,7 @@ class Versioned(Struct):
 encode = msgspec.json.Encoder().encode
 
 
-def encode_pins(pins: Pins) -> bytes:
-    """Encode pins; the field `is_in_host` is left out unless it is True."""
-    return encode({name: _fields(warm) for name, warm in pins.items()})
-
-
-def _fields(warm: Warm) -> tuple[Any, ...]:
-    fields = astuple(warm)
-    return fields if warm.is_in_host else fields[:-1]
-
-
 decode_load = msgspec.json.Decoder(Load).decode
-decode_pins = msgspec.json.Decoder(dict[Name, Warm]).decode
 _descriptions = msgspec.json.Decoder(Description)
 _router_descriptions = msgspec.json.Decoder(RouterDescription)
 _versions = msgspec.json.Decoder(Versioned)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
     from kvroute.contract.generation import GenerateRequest
-    from kvroute.contract.records import Warm
     from kvroute.replica.rank import Rank
     from kvroute.settings.replica import ReplicaSettings
     from kvroute.store.index import Index
@@ -65,10 +64,6 @@ class ReplicaFeature:
         """
         return nullcontext()
 
-    def pins(self, rank: int) -> "Mapping[str, Warm]":
-        """Return which prompts the engine of a rank keeps for it, by the name of the pin."""
-        return {}
-
     def stays_s(self) -> float:
         """Return how long the replica stays connected, at most, when it is removed.
 
@@ -88,7 +83,6 @@ class ReplicaFeatures:
     def __init__(self, features: Iterable[ReplicaFeature] = ()) -> None:
         self._all = tuple(features)
         arounds = overriding(self._all, ReplicaFeature.around)
-        self._pins = overriding(self._all, ReplicaFeature.pins)
         self._reports = overriding(self._all, ReplicaFeature.report)
         self._arounds = {each.name: each.around for each in arounds}
 
@@ -103,10 +97,6 @@ class ReplicaFeatures:
     def methods(self) -> dict[str, Method]:
         """Return the methods by name that routers can call."""
         return {name: method for each in self._all for name, method in each.methods().items()}
-
-    def pins(self, rank: int) -> "dict[str, Warm]":
-        """Return which prompts the engine of a rank keeps for them, by the name of the pin."""
-        return {name: warm for each in self._pins for name, warm in each.pins(rank).items()}
 
     def stays_s(self) -> float:
         """Return how long the replica stays connected, at most, when it is removed."""

@@ -8,8 +8,8 @@ TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL. In CLUS
 too.
 
     kvroute:{TAG}:replicas              set     ids of replicas; removed when they have no lease
-    kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
-                                                load, pins: JSON of records.Description, Load, Pins
+    kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load; leased. facts and
+                                                load: JSON of records.Description and Load
     kvroute:{TAG}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
     kvroute:{TAG}:router-ids            set     ids of routers; removed when they have no lease
     kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
@@ -43,15 +43,12 @@ from typing import Any
 
 from kvroute.blocks.fingerprint import Fingerprint, pack
 from kvroute.contract.records import (
-    NO_PINS,
     Description,
     Load,
-    Pins,
     ReplicaRecord,
     RouterDescription,
     decode_router,
     encode,
-    encode_pins,
 )
 from kvroute.contract.unreadable import DECODE_ERRORS, Kind, UnreadableError, text
 from kvroute.store import scripts
@@ -116,7 +113,6 @@ class Index(ModelStore):
         replaces: bool = True,
         description: Description,
         load: Load,
-        pins: Pins = NO_PINS,
         lease_s: float,
     ) -> WriterState:
         """Add the replica as a new incarnation without blocks.
@@ -130,13 +126,7 @@ class Index(ModelStore):
         writer_state = WriterState(
             replica_id, incarnation, described=hashlib.sha1(facts).hexdigest()
         )
-        arguments = [
-            facts,
-            encode(load),
-            "1" if replaces else "",
-            *_stream_limits(),
-            encode_pins(pins),
-        ]
+        arguments = [facts, encode(load), "1" if replaces else "", *_stream_limits()]
         await self._write(self._register, writer_state, lease_s, arguments)
         return writer_state
 
@@ -156,16 +146,9 @@ class Index(ModelStore):
         return replace(writer_state, seq=writer_state.seq + 1, blocks=blocks)
 
     @with_timeout
-    async def renew(
-        self,
-        writer_state: WriterState,
-        *,
-        load: Load,
-        pins: Pins = NO_PINS,
-        lease_s: float,
-    ) -> None:
-        """Renew the lease, and write the load and the pins to the record. Raises FencedError."""
-        arguments = [encode(load), encode_pins(pins), writer_state.described]
+    async def renew(self, writer_state: WriterState, *, load: Load, lease_s: float) -> None:
+        """Renew the lease, and write the load to the record. Raises FencedError."""
+        arguments = [encode(load), writer_state.described]
         await self._write(self._renew, writer_state, lease_s, arguments)
 
     @with_timeout

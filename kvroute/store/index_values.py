@@ -12,7 +12,6 @@ from kvroute.contract.records import (
     ReplicaRecord,
     decode_description,
     decode_load,
-    decode_pins,
 )
 from kvroute.contract.unreadable import UnreadableError, text
 
@@ -97,8 +96,8 @@ def decode_record(
         raise UnreadableError(fields.decode(errors="replace"))
     if fields.count(None) == len(fields):
         return None
-    incarnation, seq, facts, load, pins = fields
-    if incarnation is None or seq is None or facts is None or load is None or pins is None:
+    incarnation, seq, facts, load = fields
+    if incarnation is None or seq is None or facts is None or load is None:
         raise UnreadableError("a field of its record is missing")
     described = decode_description(facts)
     if described.model not in ("", model):
@@ -109,7 +108,6 @@ def decode_record(
         decode_seq(seq),
         described.facts,
         decode_load(load),
-        decode_pins(pins),
         described.identity,
         described.whereabouts,
     )

@@ -26,8 +26,8 @@ end
 """
 
 # ARGV 6 facts, 7 load, 8 whether to replace a record with a lease ('1' or ''), 9 and 10 for
-# append(), 11 pins. A record without a lease is always replaced. A key with a wrong Redis type is
-# deleted, since kvroute did not write it.
+# append(). A record without a lease is always replaced. A key with a wrong Redis type is deleted,
+# since kvroute did not write it. Routers of older versions need the field `pins`.
 REGISTER = f"""{_WRITER_STATE}
 for i, kind in ipairs({{'hash', 'set', 'set', 'stream'}}) do
   if is_foreign(KEYS[i], kind) then redis.call('DEL', KEYS[i]) end
@@ -35,7 +35,7 @@ end
 if ARGV[8] == '' and redis.call('PTTL', KEYS[1]) >= 0 then return 'fenced' end
 redis.call('DEL', KEYS[1], KEYS[2])
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'seq', 0, 'facts', ARGV[6], 'load', ARGV[7],
-  'pins', ARGV[11])
+  'pins', '{{}}')
 redis.call('SADD', KEYS[3], ARGV[5])
 append('r', ARGV[5], 'i', ARGV[1], 's', 0, 'j', 1)
 extend_lease()
@@ -63,12 +63,12 @@ extend_lease()
 return redis.call('SCARD', KEYS[2])
 """
 
-# ARGV 6 load, 7 pins, 8 SHA-1 of facts
+# ARGV 6 load, 7 SHA-1 of facts
 RENEW = f"""{_WRITER_STATE}
 if is_foreign(KEYS[3], 'set') or is_foreign(KEYS[4], 'stream') then return 'fenced' end
 if is_fenced() then return 'fenced' end
-if redis.sha1hex(redis.call('HGET', KEYS[1], 'facts') or '') ~= ARGV[8] then return 'fenced' end
-redis.call('HSET', KEYS[1], 'load', ARGV[6], 'pins', ARGV[7])
+if redis.sha1hex(redis.call('HGET', KEYS[1], 'facts') or '') ~= ARGV[7] then return 'fenced' end
+redis.call('HSET', KEYS[1], 'load', ARGV[6])
 redis.call('SADD', KEYS[3], ARGV[5])
 extend_lease()
 return 0
@@ -111,7 +111,7 @@ return {record[2], packed, last and last[1] or '', foreign}
 READ = """
 local records = {}
 for i, key in ipairs(KEYS) do
-  local fields = redis.pcall('HMGET', key, 'incarnation', 'seq', 'facts', 'load', 'pins')
+  local fields = redis.pcall('HMGET', key, 'incarnation', 'seq', 'facts', 'load')
   records[i] = fields.err or fields
 end
 return records

@@ -1,4 +1,4 @@
-"""A replica's load and pins reach its record soon, also when they change during a write."""
+"""A replica's load reaches its record soon, also when it changes during a write."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from kvroute.contract.records import Pins, Warm
+from kvroute.contract.records import Load
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.store.index import Index
@@ -39,37 +39,36 @@ class Slow(Index):
 
 @pytest.mark.parametrize("write", ["register", "renew"])
 async def test_a_change_during_a_write_is_written_after_it(empty_redis: Redis, write: str) -> None:
-    index, pins = Slow(empty_redis), dict[str, Warm]()
-    publisher = publisher_of(index, pins)
+    index, loads = Slow(empty_redis), [LOAD]
+    publisher = publisher_of(index, loads)
     running = asyncio.create_task(publisher.run())
     if write == "renew":
         index.goes_on.set()
         assert await index.begun.get() == "register"
-        await until_written(index, {})
+        await until_written(index, LOAD)
         index.goes_on.clear()
         publisher.renew_soon()
     assert await index.begun.get() == write
-    pins["x@1"] = Warm(10, is_pinned=True)
+    loads.append(Load(running=1))
     publisher.renew_soon()
     index.goes_on.set()
-    await until_written(index, pins)
+    await until_written(index, loads[-1])
     running.cancel()
     await asyncio.wait([running])
 
 
-def publisher_of(index: Index, pins: Pins) -> Publisher:
+def publisher_of(index: Index, loads: list[Load]) -> Publisher:
     return Publisher(
         index,
         BlockTable(),
         replica_id="a",
         description=DESCRIPTION,
-        load=lambda: LOAD,
-        pins=lambda: dict(pins),
+        load=lambda: loads[-1],
         lease_s=LEASE_S,
     )
 
 
-async def until_written(index: Index, pins: Pins) -> None:
+async def until_written(index: Index, load: Load) -> None:
     async with asyncio.timeout(60):
-        while (record := await index.record("a")) is None or record.pins != pins:
+        while (record := await index.record("a")) is None or record.load != load:
             await asyncio.sleep(0.01)

@@ -17,13 +17,11 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract import messages
 from kvroute.contract.messages import Dispatch, Fingerprints, RouterMessage
 from kvroute.contract.records import (
-    NO_PINS,
     VERSION,
     Description,
     Load,
     ProcessLocation,
     RouterDescription,
-    Warm,
 )
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features.prefixes.catalogue import Catalogue
@@ -93,7 +91,7 @@ rubbish = st.one_of(
 replicas = st.sampled_from(["a", "x"])
 names = st.binary(min_size=1, max_size=12) | st.sampled_from([b"law@1", b"old@1", b"law@2"])
 hashes = st.sampled_from([f"prefixes{kind}" for kind in ("", ":tokens", ":hits", ":saved")])
-fields = st.sampled_from(["incarnation", "seq", "facts", "load", "pins", "more"])
+fields = st.sampled_from(["incarnation", "seq", "facts", "load", "more"])
 entries = st.dictionaries(
     st.sampled_from(["r", "i", "s", "j", "l", "c", "a", "d", "more"]),
     st.one_of(st.sampled_from([b"a", b"x", b"1", b"2"]), st.binary(max_size=20)),
@@ -475,10 +473,9 @@ async def test_a_renewal_puts_right_what_a_record_says(redis_url: str) -> None:
     async with redis_on(redis_url) as redis:
         index = Index(redis, MODEL)
         state = await index.register("a", "1", description=DESCRIPTION, load=LOAD, lease_s=60)
-        pins = {"law@1": Warm(3, True)}
-        await index.renew(state, load=LOAD, pins=pins, lease_s=60)
+        await index.renew(state, load=Load(running=1), lease_s=60)
         (record,) = await index.records()
-        assert (record.facts, record.pins) == (FACTS, pins)
+        assert (record.facts, record.load) == (FACTS, Load(running=1))
         await redis.hset(f"{PREFIX}:replica:a", "facts", b"{}")
         with pytest.raises(FencedError):
-            await index.renew(state, load=LOAD, pins=NO_PINS, lease_s=60)
+            await index.renew(state, load=LOAD, lease_s=60)

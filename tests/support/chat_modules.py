@@ -136,7 +136,6 @@ async def _started(prompts: Prompts) -> tuple[Rank, Wired]:
         rank_id="r",
         description=Description(engine.facts),
         lease_s=3.0,
-        pins=dict,
         reports=dict,
     )
     deployment: Any = Replica

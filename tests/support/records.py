@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.contract.records import Description, EngineFacts, Load, Pins, ReplicaRecord
+from kvroute.contract.records import Description, EngineFacts, Load, ReplicaRecord
 from kvroute.router.placement.load import UNLIMITED
 
 FACTS = EngineFacts(
@@ -23,9 +23,9 @@ def facts(**differs: Any) -> EngineFacts:
     return msgspec.structs.replace(FACTS, **differs)
 
 
-def record(replica_id: str, *, pins: Pins | None = None, **differs: Any) -> ReplicaRecord:
+def record(replica_id: str, *, load: Load = LOAD, **differs: Any) -> ReplicaRecord:
     """Return the record of a replica whose facts differ from FACTS in these fields."""
-    return ReplicaRecord(replica_id, "1", 0, facts(**differs), LOAD, pins or {})
+    return ReplicaRecord(replica_id, "1", 0, facts(**differs), load)
 
 
 NO_DRIFT = {"replica": 0, "redis": 0, "mirror": 0}  # result of an audit without differences

@@ -145,7 +145,6 @@ def idle_rank() -> Rank:
         rank_id="r",
         description=Description(engine.facts),
         lease_s=3.0,
-        pins=dict,
         reports=dict,
     )
 

@@ -17,10 +17,7 @@ from kvroute.contract.records import (
     Load,
     ReplicaRecord,
     TierFacts,
-    Warm,
-    decode_pins,
     encode,
-    encode_pins,
 )
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.observability.metrics import RouterMetrics
@@ -97,13 +94,6 @@ def test_a_record_without_slower_tiers_has_no_field_for_them() -> None:
     )
     assert encode(Load(running=1)) == b'{"running":1}'
     assert b"host" in encode(Description(facts(host=TIER)))
-
-
-def test_only_a_pin_in_host_memory_has_a_tier() -> None:
-    pins = {"law@1": Warm(4, True), "faq@1": Warm(2, True, is_in_host=True)}
-    packed = encode_pins(pins)
-    assert packed == b'{"law@1":[4,true],"faq@1":[2,true,true]}'
-    assert decode_pins(packed) == pins
 
 
 def test_a_hit_starts_in_gpu_memory_and_continues_in_host_memory() -> None:

@@ -102,7 +102,7 @@ class View:
             },
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
-            "pinned_blocks": sum(pin.pinned_blocks for pin in record.pins.values()),
+            "pinned_blocks": record.load.pinned_blocks,
             "running": record.load.running,
             "waiting": record.load.waiting,
         }

@@ -22,6 +22,7 @@ from kvroute.features.prefixes.composer import PrefixComposer
 from kvroute.features.prefixes.named_prefix import Prefix, assigned, shared_tokens
 from kvroute.features.prefixes.prefix_options import Task
 from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warm import warm_at
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import REDIS_ERRORS, Outage
@@ -40,7 +41,7 @@ COMPARED = 50
 def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
     """Return whether the replica reports all full blocks of the prefix as cached."""
     full_blocks = prefix.full_blocks(record.facts.block_size)
-    pin = record.pins.get(prefix.name)
+    pin = warm_at(record).get(prefix.name)
     return not full_blocks or (pin is not None and pin.blocks >= full_blocks)
 
 

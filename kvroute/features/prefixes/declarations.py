@@ -18,6 +18,7 @@ from kvroute.features.prefixes.declaration import PrefixDeclaration
 from kvroute.features.prefixes.named_prefix import Prefix, is_same
 from kvroute.features.prefixes.prefix_store import OtherTenantError
 from kvroute.features.prefixes.tenant_limits import check_limits
+from kvroute.features.prefixes.warm import warm_at
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.store.connection import REDIS_ERRORS
 from kvroute.wording import plural
@@ -343,7 +344,7 @@ def _pinned(prefix: Prefix, warm: Records) -> bool | str:
 
     If it is pinned in a slower tier than GPU memory on one of them, return the tier's name.
     """
-    pins = [record.pins.get(prefix.name) for record in warm]
+    pins = [warm_at(record).get(prefix.name) for record in warm]
     if not all(pin and pin.is_pinned for pin in pins):
         return False
     slowest = max(pin.tier for pin in pins if pin)
@@ -352,5 +353,5 @@ def _pinned(prefix: Prefix, warm: Records) -> bool | str:
 
 def _in_gpu(prefix: Prefix, record: ReplicaRecord) -> bool:
     """Return whether the replica has pinned the prefix in GPU memory."""
-    pin = record.pins.get(prefix.name)
+    pin = warm_at(record).get(prefix.name)
     return pin is not None and pin.is_pinned and pin.tier == GPU

@@ -1,10 +1,11 @@
 """The named prefixes of a model in one of its replicas: what the core calls."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any
 
-from kvroute.contract.records import Warm
+import msgspec
+
 from kvroute.features.prefixes.prefix_options import ReplicaPrefixSettings
 from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.features.prefixes.warmer import Warmer
@@ -37,5 +38,6 @@ class ReplicaPrefixes(ReplicaFeature):
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         return {f"warmer {rank}": warmer.run() for rank, warmer in enumerate(self._warmers)}
 
-    def pins(self, rank: int) -> Mapping[str, Warm]:
-        return self._warmers[rank].cached()
+    def report(self, rank: int) -> bytes | None:
+        warm = self._warmers[rank].cached()
+        return msgspec.msgpack.encode(warm) if warm else None

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.contract.records import ReplicaRecord
 from kvroute.features.prefixes.named_prefix import Prefix, assigned, shared_tokens
 from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warm import Warm, warm_at
 from kvroute.replica.engine.pins import free_pin_blocks
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.connection import REDIS_ERRORS
@@ -162,7 +163,7 @@ class Warmer:
         if prefix.is_expired(self._clock.now_s()):
             return False
         records = {record.id: record for record in self._records}
-        return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
+        return any(prefix.name not in warm_at(records[id_]) for id_ in assigned(prefix, records))
 
     async def _warm(self, prefixes: Sequence[Prefix], *, within_s: float = math.inf) -> None:
         """Compute the prefixes in order. After `within_s` seconds, begin no further prefix."""

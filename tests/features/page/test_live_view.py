@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
+from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.features.figure import Figure
 from kvroute.features.page.decisions import DECISIONS, RECEIPT_REPLICAS, Decisions
 from kvroute.features.page.view import View
@@ -106,10 +106,8 @@ class Seen:
         self.view = View(cast("Parts", parts), self.decisions)
         self.update()
 
-    def update(self, pins: Mapping[str, Warm] = NO_PINS) -> None:
-        self.fleet.update(
-            [ReplicaRecord(name, "1", 0, FACTS, LOAD, pins=pins) for name in self.names]
-        )
+    def update(self, load: Load = LOAD) -> None:
+        self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, load) for name in self.names])
 
     def send(self, *, to: str = "r000", wait: Wait = NO_WAIT, request_id: str = "") -> Attempt:
         """A prompt of 10 tokens."""
@@ -239,7 +237,7 @@ async def test_a_tile_has_what_the_index_knows(client: Any) -> None:
     seen, index = Seen(client), Index(client, "seen")
     standing = await index.register("r000", "1", description=DESCRIPTION, load=LOAD, lease_s=30)
     await index.change(standing, added=[Fingerprint(n) for n in range(7)], lease_s=30)
-    seen.update({"a": Warm(5, True), "b": Warm(9, False)})
+    seen.update(Load(pinned_blocks=5))
     answer(seen.send(), cached_tokens=4)
     first, second = await seen.snapshot("replica/")
     assert (first["cached_blocks"], first["pinned_blocks"], first["capacity_blocks"]) == (7, 5, 100)

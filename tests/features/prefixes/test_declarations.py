@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.own_names import TENANT_SEPARATOR
-from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
+from kvroute.contract.records import Load, ReplicaRecord, TierFacts
 from kvroute.features.gate import Caller
 from kvroute.features.prefixes.catalogue import Catalogue
 from kvroute.features.prefixes.composer import PrefixComposer
 from kvroute.features.prefixes.declaration import MAX_TTL_S, PrefixDeclaration
 from kvroute.features.prefixes.declarations import Declarations
 from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warm import Warm
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
 from kvroute.router.placement.fleet import Fleet
@@ -65,7 +67,10 @@ def declarations(catalogue: Catalogue, prompts: Prompts) -> Declarations:
 def see(fleet: Fleet, host: TierFacts | None = None, **warm: Mapping[str, Warm]) -> None:
     """There are these replicas, which keep that warm."""
     facts = {"pin_blocks": BUDGET, "host": host}
-    fleet.update(record(id_, pins=pins, **facts) for id_, pins in warm.items())
+    fleet.update(
+        record(id_, load=Load(features={"prefixes": encode(pins)}), **facts)
+        for id_, pins in warm.items()
+    )
 
 
 def declaration(**fields: Any) -> PrefixDeclaration:

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 from redis.exceptions import RedisError
 
-from kvroute.contract.records import Warm
+from kvroute.contract.records import Load
 from kvroute.features.prefixes.catalogue import Catalogue
 from kvroute.features.prefixes.composer import PrefixComposer
 from kvroute.features.prefixes.named_prefix import Prefix
 from kvroute.features.prefixes.prefix_options import Task
 from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warm import Warm
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.tokenizer import Prompts
@@ -56,7 +58,9 @@ def composer(prompts: Prompts) -> PrefixComposer:
 
 def see(fleet: Fleet, **warm: Mapping[str, Warm]) -> None:
     """There are these replicas, which keep that warm."""
-    fleet.update(record(id_, pins=pins) for id_, pins in warm.items())
+    fleet.update(
+        record(id_, load=Load(features={"prefixes": encode(pins)})) for id_, pins in warm.items()
+    )
 
 
 def warm(*names: str) -> dict[str, Warm]:

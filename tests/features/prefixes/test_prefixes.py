@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 from redis.asyncio import Redis
 
-from kvroute.contract.records import Warm
+from kvroute.contract.records import Load
 from kvroute.features.prefixes.named_prefix import Prefix, assigned
 from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warm import Warm, warm_at
 from kvroute.store.index import Index
-from tests.support.records import DESCRIPTION, LOAD
+from tests.support.records import DESCRIPTION
 
 TEXT = {"prompt": "You are a lawyer."}
 REPLICAS = [f"replica-{n}" for n in range(8)]
@@ -178,12 +180,12 @@ async def test_models_share_no_prefixes(prefixes: Prefixes) -> None:
 async def test_a_record_says_what_its_replica_keeps_warm(prefixes: Prefixes) -> None:
     index = Index(prefixes._redis, "a model")
     warm = {"a@1": Warm(3, is_pinned=True)}
-    standing = await index.register(
-        "r", "1", description=DESCRIPTION, load=LOAD, pins=warm, lease_s=5
-    )
-    assert [record.pins for record in await index.records()] == [warm]
-    await index.renew(standing, load=LOAD, pins={}, lease_s=5)
-    assert [record.pins for record in await index.records()] == [{}]
+    load = Load(features={"prefixes": encode(warm)})
+    standing = await index.register("r", "1", description=DESCRIPTION, load=load, lease_s=5)
+    assert [warm_at(record) for record in await index.records()] == [warm]
+    for features in ({}, {"prefixes": b"garbage"}):
+        await index.renew(standing, load=Load(features=features), lease_s=5)
+        assert [warm_at(record) for record in await index.records()] == [{}]
 
 
 def test_as_many_replicas_keep_a_prefix_as_it_asks_for() -> None:

@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.records import Description, TierFacts, Warm
+from kvroute.contract.records import Description, Load, TierFacts
 from kvroute.features.prefixes.named_prefix import Prefix, assigned
 from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warm import Warm, warm_at
 from kvroute.features.prefixes.warmer import Warmer
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
@@ -62,8 +64,7 @@ class Replica:
             BlockTable(),
             replica_id=id_,
             description=Description(self.engine.facts),
-            load=self.engine.load,
-            pins=lambda: self.warmer.cached(),
+            load=self._load,
             lease_s=60.0,  # so long that no renewal happens during a test
         )
         self.warmer = Warmer(
@@ -73,6 +74,10 @@ class Replica:
             replica_id=id_,
             on_change=self.publisher.renew_soon,
         )
+
+    def _load(self) -> Load:
+        features = {"prefixes": encode(self.warmer.cached())}
+        return replace(self.engine.load(), features=features)
 
     @contextlib.asynccontextmanager
     async def running(self, *declared: str) -> AsyncIterator["Replica"]:
@@ -113,7 +118,7 @@ async def until_record_has(replica: Replica, pins: dict[str, Warm]) -> None:
     """Wait until the replica's record in Redis has these pins."""
     index = replica.warmer._index
     async with asyncio.timeout(60):
-        while (record := await index.record(replica.id)) is None or record.pins != pins:
+        while (record := await index.record(replica.id)) is None or warm_at(record) != pins:
             await asyncio.sleep(0.01)
 
 
