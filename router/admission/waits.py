@@ -27,7 +27,7 @@ MIN_S = 0.001  # smallest wait limit in seconds; used if an earlier wait used up
 
 
 class Urgency(Struct, frozen=True):
-    """The priority of a request in the queue, and the limits of its wait."""
+    """The priority of a request in the queue, the limits of its wait, and who shares the queue."""
 
     priority: Priority = "default"
     # From `priority` in the body: the request is queued as if it had arrived this much later.
@@ -36,6 +36,7 @@ class Urgency(Struct, frozen=True):
     requested_wait_s: float | None = None  # max_wait_s; None if the request has not set it itself
     # The client's limit in seconds for all waits, for features and in the queue; inf: none.
     deadline_s: float = math.inf
+    sharer: str = ""  # whose share of the queue the request uses: a tenant or user; empty: nobody's
 
     @property
     def is_batch(self) -> bool:

@@ -39,10 +39,13 @@ def urgency_of(
     deadline_s = requested_wait_s or math.inf
     if requested_wait_s is not None and requested_wait_s >= limit_s:
         requested_wait_s = None  # the limit of --max-wait-s is shorter
-    return Urgency(priority, delay_s, requested_wait_s or limit_s, requested_wait_s, deadline_s)
+    return Urgency(
+        *(priority, delay_s, requested_wait_s or limit_s, requested_wait_s, deadline_s),
+        sharer=_sharer(caller, body.get("user")),
+    )
 
 
-def sharer_of(caller: Caller, user: object) -> str:
+def _sharer(caller: Caller, user: object) -> str:
     """Return who gets a fair share of the queue: the tenant, or else the `user` in the body.
 
     Returns:

@@ -34,7 +34,7 @@ from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_head
 from kvroute.router.api.parsing import as_utf8
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
-from kvroute.router.api.urgency import sharer_of, urgency_of
+from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.endpoints.signs_of_life import SignsOfLife, keep_alive_s
@@ -233,7 +233,6 @@ async def answer(
         entry=entry,
         variant=variant,
         urgency=urgency if is_first else urgency.without_limit(),
-        sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call, model.promises),
     )
     response = await model.requests.answer(call, context, generate)

@@ -117,8 +117,7 @@ class RequestContext(Struct, frozen=True):
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response
     # Images, videos and sounds in the prompt; calls with several prompts have none.
     features: tuple[MediaFeature, ...] = ()
-    urgency: Urgency = DEFAULT_URGENCY  # priority in the queue, and limits of the wait there
-    sharer: str = ""  # tenant whose share of the fleet's time the call uses; empty: none
+    urgency: Urgency = DEFAULT_URGENCY  # priority and share in the queue, and limits of the wait
     wait: Wait = NO_WAIT  # this prompt's wait in the router
     is_in_lane: bool = False  # whether this prompt gives way to others at its replica
     hints: SessionHints = NO_HINTS  # what the client has declared about the session

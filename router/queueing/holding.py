@@ -118,8 +118,13 @@ class Holding:
         Raises:
             ApiError: the request has waited too long, or is expected to wait too long.
         """
-        now_s, urgency = self._clock(), context.urgency
-        queued = _queued(placement, context)
+        now_s, urgency, best = self._clock(), context.urgency, placement.ranking[0]
+        queued = _queued(
+            urgency,
+            arrived_s=context.ready_s,
+            prefill_s=best.own_s + best.copy_s + best.setup_s,
+            holder_id=placement.holder_id,
+        )
         queued.place = partial(self._fleet.place_batch, placement)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         if self._queue.is_free(queued, least_s):
@@ -148,9 +153,7 @@ class Holding:
             if urgency.requested_wait_s is None:
                 self._margin.learn(forecast_s / urgency.max_wait_s, is_late=refusal is not None)
         if refusal is not None:
-            raise self._refusal(
-                urgency, refusal, waited_s, self._empty_wait_s(urgency, queued.tenant)
-            )
+            raise self._refusal(urgency, refusal, waited_s, self._empty_wait_s(urgency))
         wait = Wait(urgency.priority, self._reason(queued, least_s), waited_s, forecast_s)
         self._fleet.observer.waited(wait)
         return self._admitted(queued, wait, end_s)
@@ -192,7 +195,7 @@ class Holding:
             return self._queue.batch >= WAITING_BATCH
         return len(self._queue) - self._queue.batch >= WAITING
 
-    def check(self, urgency: Urgency, sharer: str) -> None:
+    def check(self, urgency: Urgency) -> None:
         """Check that even an empty prompt would not wait too long.
 
         This takes microseconds, so that an overloaded router refuses requests without tokenising
@@ -200,13 +203,12 @@ class Holding:
 
         Args:
             urgency: the request's priority and wait limit.
-            sharer: the tenant whose share the request uses.
 
         Raises:
             ApiError: even an empty prompt is expected to wait too long.
         """
         if urgency.max_wait_s < math.inf:
-            self._check(urgency, self._empty_wait_s(urgency, sharer))
+            self._check(urgency, self._empty_wait_s(urgency))
 
     def overdue(self, urgency: Urgency, waited_s: float) -> ApiError:
         """Return the error for a request that waited up to its limit in the queue of an engine.
@@ -297,14 +299,14 @@ class Holding:
         queued_s = self._queue.forecast_s(queued, replicas=replicas, sooner=sooner, now_s=now_s)
         return max(0.0, least_s - self._queue.busy_backlog_s) + queued_s
 
-    def _empty_wait_s(self, urgency: Urgency, sharer: str) -> float:
+    def _empty_wait_s(self, urgency: Urgency) -> float:
         """Return how many seconds an empty prompt would wait; a recent result is reused."""
-        now_s, kind = self._clock(), (urgency.delay_s, urgency.priority, sharer)
+        now_s, kind = self._clock(), (urgency.delay_s, urgency.priority, urgency.sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
             self._forecast_s = now_s
         if kind not in self._forecasts:
-            empty = _empty(urgency, sharer, now_s)
+            empty = _queued(urgency, arrived_s=now_s)
             self._forecasts[kind] = self._forecast_empty_s(empty, now_s)
         return self._forecasts[kind]
 
@@ -352,33 +354,17 @@ class Holding:
         return too_long(urgency, f"would wait up to {wait_s:.3g} s", wait_s)
 
 
-def _queued(placement: Placement, context: RequestContext) -> QueuedRequest[Answer]:
-    """Return a request as an item of the queue."""
-    best, urgency = placement.ranking[0], context.urgency
+def _queued(
+    urgency: Urgency, *, arrived_s: float, prefill_s: float = 0.0, holder_id: str = ""
+) -> QueuedRequest[Answer]:
+    """Return a request as an item of the queue; by default, one with an empty prompt."""
     return QueuedRequest(
-        request=_answer(),
-        arrived_s=context.ready_s,
-        prefill_s=best.own_s + best.copy_s + best.setup_s,
+        request=asyncio.get_running_loop().create_future(),
+        arrived_s=arrived_s,
+        prefill_s=prefill_s,
         priority_s=urgency.delay_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,
-        tenant=context.sharer,
-        holder_id=placement.holder_id,
+        tenant=urgency.sharer,
+        holder_id=holder_id,
     )
-
-
-def _empty(urgency: Urgency, sharer: str, now_s: float) -> QueuedRequest[Answer]:
-    """Return a request with an empty prompt as an item of the queue."""
-    return QueuedRequest(
-        request=_answer(),
-        arrived_s=now_s,
-        prefill_s=0.0,
-        priority_s=urgency.delay_s,
-        is_interactive=urgency.is_interactive,
-        is_batch=urgency.is_batch,
-        tenant=sharer,
-    )
-
-
-def _answer() -> Answer:
-    return asyncio.get_running_loop().create_future()

@@ -87,7 +87,7 @@ class RequestHandler:
     async def _generate(self, call: Call, context: RequestContext) -> Response:
         """Answer a call for which replicas generate tokens, by calling the stages in order."""
         parts = self._parts
-        parts.holding.check(context.urgency, context.sharer)
+        parts.holding.check(context.urgency)
         expanded = await parts.expand(call)
         with request_spans.step("tokenise"):
             rendered = await self._renderer.render(expanded.call, expanded.opening)

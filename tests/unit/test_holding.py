@@ -195,14 +195,14 @@ async def test_a_request_that_has_waited_too_long_is_refused() -> None:
 
 async def test_a_request_is_refused_if_even_an_empty_prompt_would_wait_too_long() -> None:
     router, hurried = Router("a"), Urgency(max_wait_s=1)
-    router.holding.check(hurried, "")
+    router.holding.check(hurried)
     router.send(LONG, "a")
-    router.holding.check(hurried, "")
+    router.holding.check(hurried)
     waiting = [await router.asks(30_000) for _ in range(3)]
     router.now_s += 300  # waiting requests come before new ones
     with pytest.raises(ApiError, match="would wait"):
-        router.holding.check(hurried, "")
-    router.holding.check(Urgency(), "")  # a request without a deadline is not refused
+        router.holding.check(hurried)
+    router.holding.check(Urgency())  # a request without a deadline is not refused
     for task in waiting:
         task.cancel()
 
@@ -212,7 +212,7 @@ async def test_a_free_fleet_refuses_no_request() -> None:
     for _ in range(50):  # many requests have arrived recently
         router.send(20_000, "a").first_token(router.now_s)
         await router.turn(20_000)
-    router.holding.check(Urgency(delay_s=3600, max_wait_s=1), "")
+    router.holding.check(Urgency(delay_s=3600, max_wait_s=1))
     await router.turn(LONG, Urgency(delay_s=3600, max_wait_s=1))
 
 

@@ -12,7 +12,7 @@ from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.urgency import DEADLINE, MAX_USER, PRIORITY, sharer_of, urgency_of
+from kvroute.router.api.urgency import DEADLINE, MAX_USER, PRIORITY, urgency_of
 
 MAX_WAIT_S = 30.0
 
@@ -94,9 +94,9 @@ def test_any_body_has_an_urgency_or_is_refused(body: dict[str, Any]) -> None:
 
 
 def test_the_sharer_is_the_tenant_else_the_user() -> None:
-    assert sharer_of(key("default"), "ann") == "acme"
-    assert sharer_of(ANYONE, "ann") == "ann"
-    assert sharer_of(ANYONE, None) == sharer_of(ANYONE, 5) == ""
-    long = [sharer_of(ANYONE, letter * 10_000) for letter in "ab"]
+    assert urgency(caller=key("default"), user="ann").sharer == "acme"
+    assert urgency(user="ann").sharer == "ann"
+    assert urgency().sharer == urgency(user=5).sharer == ""
+    long = [urgency(user=letter * 10_000).sharer for letter in "ab"]
     assert long[0] != long[1]
     assert max(map(len, long)) <= MAX_USER

@@ -39,7 +39,7 @@ async def transcribe(
     Raises:
         ApiError: no replica answers.
     """
-    parts.holding.check(context.urgency, context.sharer)
+    parts.holding.check(context.urgency)
     seconds = -(-recording.seconds // CLIP_S) * CLIP_S
     context.entry.add_prompt_tokens(seconds, time.monotonic())
     http = replace(http_call(call, call.raw), upload=recording.upload)
