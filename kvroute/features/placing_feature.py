@@ -75,13 +75,13 @@ class PlacingFeature:
 
     # The requests of all routers.
 
-    def begun(self, attempt: "Attempt") -> None:
+    def attempt_began(self, attempt: "Attempt") -> None:
         """Record that a router has sent a request to a replica."""
 
-    def over(self, attempt: "Attempt") -> None:
-        """Record the end of an attempt that `begun` got."""
+    def attempt_ended(self, attempt: "Attempt") -> None:
+        """Record the end of an attempt that `attempt_began` got."""
 
-    def turn_begun(self, turn: "SessionTurn", earlier: "SessionTurn | None") -> None:
+    def turn_began(self, turn: "SessionTurn", earlier: "SessionTurn | None") -> None:
         """Record that a router has sent a new turn of a conversation.
 
         Args:
@@ -139,9 +139,9 @@ class PlacingFeatures:
         self.recognised = own_methods(features, PlacingFeature.recognised)
         self._sending = own_methods(features, PlacingFeature.sending)
         self.answering = own_methods(features, PlacingFeature.answering)
-        self.begun = own_methods(features, PlacingFeature.begun)
-        self.over = own_methods(features, PlacingFeature.over)
-        self.turn_begun = own_methods(features, PlacingFeature.turn_begun)
+        self.attempt_began = own_methods(features, PlacingFeature.attempt_began)
+        self.attempt_ended = own_methods(features, PlacingFeature.attempt_ended)
+        self.turn_began = own_methods(features, PlacingFeature.turn_began)
         self.session_ended = own_methods(features, PlacingFeature.session_ended)
         self.connected = own_methods(features, PlacingFeature.connected)
         self.sharing = overriding(features, PlacingFeature.share)

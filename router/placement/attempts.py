@@ -262,8 +262,8 @@ class Attempt:
             self.mirror.unexpect(self.replica_id, self.dispatch.expected.blocks)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
-        for over in self.features.over:
-            over(self)
+        for attempt_ended in self.features.attempt_ended:
+            attempt_ended(self)
         self._learn_answer()
         self.observer.ended(self)
 

@@ -60,7 +60,7 @@ class Fleet:
         self.mirror = self.caches.mirror  # this router's copy of the index of cached blocks
         self.observer = observer
         self.features = features
-        self.turns = Turns(random.Random(rng.getrandbits(64)), features.turn_begun)
+        self.turns = Turns(random.Random(rng.getrandbits(64)), features.turn_began)
         self.pressure = Pressure()
         self._branches = Branches()  # where prompts diverged, and the replicas that got them
         self._block_size = block_size
@@ -390,8 +390,8 @@ class Fleet:
             scale=self.loads.scale,
             features=self.features,
         )
-        for begun in self.features.begun:
-            begun(attempt)
+        for attempt_began in self.features.attempt_began:
+            attempt_began(attempt)
         return attempt
 
     def end_session(self, session: int) -> None:

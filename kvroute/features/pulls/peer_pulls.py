@@ -328,7 +328,7 @@ class PlannedPulls(PlacingFeature):
             self._results[attempt.request_id] = result
         self.end(attempt.request_id, result, now_s)
 
-    def over(self, attempt: Attempt) -> None:
+    def attempt_ended(self, attempt: Attempt) -> None:
         if attempt.request_id in self._results:
             self.end(attempt.request_id, None, attempt.end_s)
             self.count(self._results.pop(attempt.request_id))

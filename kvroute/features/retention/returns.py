@@ -112,7 +112,7 @@ class Returns(PlacingFeature):
                 keep = RetentionHint(Order.ENDED, BATCH_SESSION)
         return replace(request, keep=keep)
 
-    def turn_begun(self, turn: SessionTurn, earlier: SessionTurn | None) -> None:
+    def turn_began(self, turn: SessionTurn, earlier: SessionTurn | None) -> None:
         if earlier is not None:
             self.counts.returned[kind_of(earlier)] += 1.0
         self.counts.send(kind_of(turn))

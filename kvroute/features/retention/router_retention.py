@@ -48,7 +48,7 @@ class RouterRetention(Returns, RouterFeature):
     def promises(self, call: "Call") -> bool:
         return promises(call)
 
-    def over(self, attempt: "Attempt") -> None:
+    def attempt_ended(self, attempt: "Attempt") -> None:
         turn, keep = attempt.context.turn, attempt.context.keep
         if turn is None or keep is None or not (turn.is_last and attempt.is_over):
             return

@@ -49,7 +49,7 @@ class RouterSeats(RouterFeature):
     def updated(self, fleet: "Fleet") -> None:
         self._cache_tokens = sum(map(fleet.caches.capacity_tokens, fleet.replicas.own_records))
 
-    def begun(self, attempt: "Attempt") -> None:
+    def attempt_began(self, attempt: "Attempt") -> None:
         dispatch = attempt.dispatch
         if turn := dispatch.turn:
             block = dispatch.known_block or NO_BLOCK
@@ -61,7 +61,7 @@ class RouterSeats(RouterFeature):
                 now_s=attempt.sent_s,
             )
 
-    def over(self, attempt: "Attempt") -> None:
+    def attempt_ended(self, attempt: "Attempt") -> None:
         if turn := attempt.dispatch.turn:
             self.seats.ended(turn.session, attempt.end_s)
             if turn.is_last and attempt.is_over:

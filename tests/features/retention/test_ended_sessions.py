@@ -108,7 +108,7 @@ async def test_ended_sessions_that_wait_to_be_reported_are_bounded(
             keep = RetentionHint(Order(order), session)
             context = RequestContext(0.0, turn=turn, keep=keep)
             attempt: Any = SimpleNamespace(context=context, is_over=is_over)
-            ended.over(attempt)
+            ended.attempt_ended(attempt)
             is_told = session > 1 or (is_over and order == Order.ENDED)
             assert ended._waiting.empty() != is_told
     waiting = [ended._waiting.get_nowait() for _ in range(3)]
