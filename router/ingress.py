@@ -10,7 +10,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
 
 from kvroute.features import FEATURES
 from kvroute.features.gate import Gate
@@ -24,10 +23,10 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import (
     cluster_routes,
     docs_routes,
-    missing_routes,
     openai_routes,
 )
 from kvroute.router.middleware.entrance import Entrance, gate_of
+from kvroute.router.middleware.known_routes import KnownRoutes
 from kvroute.router.middleware.open_requests import Admission
 from kvroute.router.middleware.origins import guard
 from kvroute.router.middleware.request_id import request_id
@@ -197,28 +196,14 @@ def application(
     )
     for routes in core_routes() + feature_routes():
         http.include_router(routes)
+    http.add_middleware(KnownRoutes, routes=http.routes)
     http.exception_handler(ApiError)(_refuse)
-    http.exception_handler(HTTPException)(_refuse_route)
     http.exception_handler(Exception)(_fail)
     return http
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
     return response(error, path=request.url.path)
-
-
-async def _refuse_route(request: Request, error: HTTPException) -> Response:
-    path, method = request.url.path, request.method
-    headers = dict(error.headers or {})  # for example, the allowed methods of a 405
-    problem = f"{method} {path}: {error.detail}"
-    if error.status_code == 404:
-        problem = f"there is no route {path[:200]}"
-        if reason := missing_routes.reason(path):
-            problem = f"kvroute does not have vLLM's route {path}: {reason}"
-    elif error.status_code == 405:
-        problem = f"{path} has no method {method}; use {headers.get('Allow', 'another one')}"
-    message = f"{problem}. GET /docs lists the routes."
-    return await _refuse(request, ApiError(error.status_code, message, headers=headers))
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -147,7 +147,6 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
     return response
 
 
-@routes.get("/v1/models/")
 @routes.get("/v1/models")
 async def list_models(request: Request, models: Served) -> Response:
     """Return the models and adapters that the client may use."""

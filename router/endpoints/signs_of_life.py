@@ -89,7 +89,7 @@ class SignsOfLife:
 def keep_alive_s(request: Request) -> float:
     """Return --keep-alive-s: the seconds between two signs of life; 0: none are sent."""
     models: Models = request.app.state.models
-    return models.settings.keep_alive_s
+    return models.first.settings.keep_alive_s
 
 
 def sign_of_life(path: str) -> bytes:

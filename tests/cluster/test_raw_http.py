@@ -67,7 +67,7 @@ def chat(*, stream: bool, tokens: int = 8) -> bytes:
 @pytest.mark.parametrize("path", [CHATS, MESSAGES, "/health"])
 @pytest.mark.parametrize(
     ("headers", "status", "words"),
-    [(MANY, 431, "100 headers"), (LARGE, 431, "16384 bytes"), (WEBSOCKET, 400, "WebSockets")],
+    [(MANY, 431, "100 headers"), (LARGE, 431, "16384 bytes"), (WEBSOCKET, 426, "WebSockets")],
 )
 def test_a_head_that_is_refused_says_why_in_the_shape_of_the_route(
     cluster: Cluster, path: str, headers: bytes, status: int, words: str

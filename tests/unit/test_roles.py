@@ -17,7 +17,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
     ],
     "any": [
         "GET /v1/models",
-        "GET /v1/models/",
         "GET /v1/models/{name:path}",
         "GET /version",
     ],

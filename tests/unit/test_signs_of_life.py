@@ -91,7 +91,6 @@ def served(model: Model) -> httpx2.AsyncClient:
     models = object.__new__(Models)
     models.all = [model]  # type: ignore[list-item]
     models.first = model  # type: ignore[assignment]
-    models.settings = model.settings  # type: ignore[assignment]
     models._started = 0
     http.state.models = models
     http.state.bodies = Bodies(limit_mb=1)

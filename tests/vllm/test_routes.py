@@ -1,16 +1,13 @@
 """Each route of vLLM's server is one of kvroute's, or is refused with a reason."""
 
-import asyncio
-import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fastapi import HTTPException, Request
 
-from kvroute.router.endpoints.missing_routes import MISSING
-from kvroute.router.ingress import _refuse_route
+from kvroute.router.middleware.known_routes import refusal
+from kvroute.router.middleware.missing_routes import MISSING
 from tests.support.routes import routes
 
 METHODS = "get|post|put|delete|websocket|add_api_route"
@@ -37,10 +34,9 @@ def test_each_route_of_vllm_is_served_or_refused_with_a_reason() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/realtime", "/sleep"])
 def test_a_client_is_told_why_a_route_is_missing(path: str) -> None:
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    answer = asyncio.run(_refuse_route(Request(scope), HTTPException(404)))
-    assert answer.status_code == 404
-    assert MISSING[path] in json.loads(bytes(answer.body))["error"]["message"]
+    answer = refusal("POST", path, frozenset())
+    assert answer.status == 404
+    assert MISSING[path] in answer.message
 
 
 def _plain(path: str) -> str:

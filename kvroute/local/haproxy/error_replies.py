@@ -151,11 +151,12 @@ def checks() -> str:
                 code="invalid_http",
             ),
             refusal(
-                400,
+                426,
                 "this server does not support WebSockets; send POST requests, and read streams as "
                 "server-sent events",
                 when="{ req.hdr(upgrade) -i websocket }",
                 code="invalid_http",
+                headers="hdr upgrade HTTP/1.1 ",
             ),
         )
     )

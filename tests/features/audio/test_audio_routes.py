@@ -33,7 +33,7 @@ class Model(WithoutFeatures):
 
     def __init__(self) -> None:
         self.name = "whisper"
-        self.settings = SimpleNamespace(adapters=[], max_wait_s=30.0)
+        self.settings = SimpleNamespace(adapters=[], max_wait_s=30.0, keep_alive_s=0.0)
         self.asked: list[tuple[Call, Recording]] = []
         self.requests = self
         self.errors: list[Exception] = []

@@ -35,7 +35,7 @@ class Model(WithoutFeatures):
 
     def __init__(self) -> None:
         self.name = "m"
-        self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, model="m")
+        self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, model="m", keep_alive_s=0.0)
         self.status = SimpleNamespace(max_model_len=100)
         self.requests = self.telemetry = self
         self.tokens, self.new = 100, 100

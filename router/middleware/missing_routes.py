@@ -65,8 +65,3 @@ MISSING: Mapping[str, str] = {  # path -> why kvroute does not have it, and what
     "/weight_checker": _WEIGHTS,
     "/weight_info": _STATE,
 }
-
-
-def reason(path: str) -> str:
-    """Return why kvroute does not have a route of vLLM's; empty if vLLM has no such route."""
-    return MISSING.get(path, "")
