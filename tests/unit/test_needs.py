@@ -17,7 +17,6 @@ from kvroute.settings.serve import load
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pull": "on"}, "--pull is 'on', which needs .* --host-cache-gb"),
         ({"disk_cache": "/x"}, "--disk-cache is '/x', which needs .* --host-cache-gb"),
         ({"disk_cache_gb": 5}, "--disk-cache-gb is .* which needs --disk-cache"),
         ({"own_replicas": 2}, "--own-replicas is '2', which needs .* --attach"),
@@ -35,7 +34,7 @@ def test_an_option_that_has_no_effect_is_refused_with_what_it_needs(
 
 
 def test_an_option_with_what_it_needs_is_accepted() -> None:
-    load({"pull": "on", "host_cache_gb": 4, "disk_cache": "/x", "disk_cache_gb": 5})
+    load({"host_cache_gb": 4, "disk_cache": "/x", "disk_cache_gb": 5})
     load({"attach": ["http://a:1"], "own_replicas": 1, "max_model_len": 4096})
 
 
@@ -55,7 +54,7 @@ def test_each_need_names_options_that_exist_and_its_remedy_is_one() -> None:
 
 
 def test_the_doctor_refuses_such_options_with_the_same_words() -> None:
-    examined = CliRunner().invoke(app, ["doctor", "--before-start", "--", "--pull", "on"])
+    examined = CliRunner().invoke(app, ["doctor", "--before-start", "--", "--disk-cache", "/x"])
     assert examined.exit_code == 1
     assert "which needs host memory for blocks" in " ".join(examined.output.split())
 

@@ -1,7 +1,11 @@
 """What the doctor says about the links between replicas."""
 
+import pytest
+
 from kvroute.features.pulls import Pulling
 from kvroute.features.pulls.pull_checks import pulls
+from kvroute.settings.help import SettingsError
+from kvroute.settings.serve import load
 
 
 def link(**differs: float) -> dict[str, float]:
@@ -21,3 +25,9 @@ def test_links_that_are_faster_than_computing_are_ok() -> None:
     assert (check.grade, check.finding) == ("ok", "2 replicas can pull blocks, at 1 GB/s or more")
     assert not [*pulls({})]
     assert not [*Pulling().checks([])]
+
+
+def test_pulls_need_host_memory() -> None:
+    with pytest.raises(SettingsError, match="--pull is 'on', which needs .* --host-cache-gb"):
+        load({"pull": "on"})
+    load({"pull": "on", "host_cache_gb": 4})
