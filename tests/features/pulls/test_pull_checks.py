@@ -28,6 +28,6 @@ def test_links_that_are_faster_than_computing_are_ok() -> None:
 
 
 def test_pulls_need_host_memory() -> None:
-    with pytest.raises(SettingsError, match="--pull is 'on', which needs .* --host-cache-gb"):
+    with pytest.raises(SettingsError, match=r"--pull is 'on', which needs .* --host-cache-gb"):
         load({"pull": "on"})
     load({"pull": "on", "host_cache_gb": 4})
