@@ -34,6 +34,7 @@ TERMS = {  # term of the cost of choosing a replica -> what this time is spent o
     "setup": "loading the LoRA adapter",
     "rotation": "starting a conversation out of rotation",
     "decode": "slowing the answers that run there",
+    "eviction": "computing again what its new blocks evict",
     **{name: text.label for name, text in FEATURE_TERMS.items()},
 }
 

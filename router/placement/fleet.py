@@ -242,6 +242,7 @@ class Fleet:
                     reload.wait_s,
                     healthy / slowness,
                     share,
+                    load.held_share,
                 )
             )
         return candidates

@@ -259,6 +259,16 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         return late_s if late_s > busy_s else 0.0
 
     @property
+    def held_share(self) -> float:
+        """Return the tokens of requests that were sent there, as a share of its KV cache.
+
+        It is above 1 if they do not fit, and 0 if the capacity is unknown.
+        """
+        if not self.capacity_tokens:
+            return 0.0
+        return max(self.kv.tokens, self.held_tokens) / self.capacity_tokens
+
+    @property
     def is_busy(self) -> bool:
         """Return whether the replica has an unanswered request."""
         return bool(self.waiting or self.decoding)

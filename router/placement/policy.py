@@ -2,7 +2,7 @@
 
     cost = waiting + reload + memory + own + copy + setup
            + worth * ((alpha - 1) * (own + copy + setup) + COPY_PRICE * copy)
-           + rotation + decode + terms of features
+           + rotation + decode + eviction + terms of features
 
 In an idle fleet, copying the common prefix of many conversations costs less (see rotation). The
 terms are in seconds; alpha, worth and COPY_PRICE are factors:
@@ -32,6 +32,10 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
              surcharge then, and is divided by the number of forks plus one. These rules fade out as
              replicas become busy and cache pressure rises
     decode   how much this prompt slows down the answers that the replica is generating
+    eviction the work that this prompt's new blocks cause later, since they evict others. By the
+             cache pressure, a part of what they evict is requested again. That part is larger where
+             running requests hold more of the cache: the rest of it is replaced more often, so that
+             blocks are evicted sooner after their use
 
 A feature adds terms (`Term`) with `PlacingFeature.weigh`. It says in seconds what a term takes, and
 `Price` says what that costs.
@@ -57,6 +61,11 @@ COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
 # Price of the blocks that copied blocks evict, as a multiple of the work that they cause later
 # according to the cache pressure.
 EVICTION_PRICE = 1.0
+# The term `eviction` of a replica whose cache is all held by running requests, as a multiple of the
+# time to compute the prompt's new part and of the pressure. It falls with the share that they hold
+# to the power HELD_POWER, so that only replicas that are nearly full are avoided.
+EVICTION = 2.0
+HELD_POWER = 3
 # The term `rotation` of a replica that got twice as many new conversations as the mean, as a
 # multiple of `own`.
 ROTATION = 1.25
@@ -121,6 +130,7 @@ class Candidate(NamedTuple):
     # Number of conversations that started there with the prefix of the longest hit, divided by the
     # mean of all replicas.
     branch_share: float = 1.0
+    held_share: float = 0.0  # tokens of unanswered requests, as a share of its KV cache
     terms: tuple[Term, ...] = ()  # the terms of features
 
     def term(self, name: str) -> Term | None:
@@ -160,6 +170,7 @@ class Prices:
     # Conversations that share the cost of `copy` and of copies over the network.
     copy_uses: float = 1.0
     evicted: float = 0.0  # price of the blocks that a copy evicts, as a multiple of its `evicted_s`
+    pressure: float = 0.0  # cache pressure, see pressure.py
 
 
 NO_PRICES = Prices(alpha=1.0, rotation=0.0)  # each term of the cost counts as its time
@@ -200,15 +211,16 @@ def prices(
     alpha = 1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s)
     evicted = EVICTION_PRICE * pressure * alpha
     if not is_start:
-        return Prices(alpha, rotation=0.0, evicted=evicted)
+        return Prices(alpha, rotation=0.0, evicted=evicted, pressure=pressure)
     if not forks:
-        return Prices(alpha, rotation=ROTATION * fade, evicted=evicted)
+        return Prices(alpha, rotation=ROTATION * fade, evicted=evicted, pressure=pressure)
     return Prices(
         alpha,
         rotation=ROTATION * fade,
         copy=COPY_PRICE * (1.0 - fade),
         copy_uses=1.0 + fade * forks,
         evicted=evicted,
+        pressure=pressure,
     )
 
 
@@ -223,6 +235,7 @@ class CostTerms(NamedTuple):
     setup: float
     rotation: float
     decode: float
+    eviction: float
 
 
 def terms_s(candidate: Candidate, prices: Prices) -> dict[str, float]:
@@ -258,6 +271,7 @@ def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
         (1.0 + price) * candidate.setup_s,
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
+        EVICTION * prices.pressure * (own_s + copy_s) * candidate.held_share**HELD_POWER,
     )
 
 

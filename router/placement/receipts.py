@@ -26,6 +26,8 @@ REASONS = {
     "setup": "it has loaded the LoRA adapter; loading it on {other} would take {seconds}",
     "rotation": "new conversations rotate over idle replicas, and this one is next",
     "decode": "this prompt would slow down fewer running answers on it than on {other}",
+    "eviction": "running requests hold more of the KV cache of {other}, so that new blocks there "
+    "would evict more that is needed again",
     **{name: text.reason for name, text in TERMS.items()},
 }
 # Term of the cost -> the field of Candidate with the term's time in seconds. The cost is that time

@@ -97,6 +97,15 @@ def test_a_reload_delays_only_its_own_request() -> None:
     assert cost_s(reloads, common) - cost_s(busy[0], common) == pytest.approx(0.3)
 
 
+def test_a_prompt_avoids_the_fuller_cache_if_evicted_blocks_are_needed_again() -> None:
+    fuller = replica("fuller", held_share=0.9, own_s=1.0)
+    emptier = replica("emptier", held_share=0.3, own_s=1.0, backlog_s=0.1)
+    assert best(fuller, emptier, pressure=0.0) == "fuller"
+    assert best(fuller, emptier, pressure=1.0) == "emptier"
+    warm = replica("warm", hit_blocks=200, held_share=0.9, own_s=0.1)
+    assert best(warm, replica("cold", own_s=0.1, copy_s=2.0), pressure=1.0) == "warm"
+
+
 def test_ranking_no_replicas_is_not_an_error() -> None:
     assert rank([], rng=RNG, prices=prices([], busy_s=UNIT_S)) == []
 
@@ -127,6 +136,7 @@ candidates = st.lists(
         setup_s=seconds,
         reload_s=seconds,
         worth=st.floats(0.01, 100),
+        held_share=st.floats(0, 2),
         terms=st.lists(terms, max_size=2).map(tuple),
     ),
     max_size=20,

@@ -24,9 +24,12 @@ def replica(name: str, **facts: Any) -> Candidate:
 
 
 def placement(*candidates: Candidate) -> Placement:
-    ranking = rank(candidates, rng=random.Random(0), prices=prices(candidates, busy_s=1.0))
+    common = prices(candidates, busy_s=1.0, pressure=0.5)
+    ranking = rank(candidates, rng=random.Random(0), prices=common)
     best = max((candidate.hit_blocks for candidate in candidates), default=0)
-    return Placement(tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16)
+    return Placement(
+        tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16, pressure=0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,6 +40,7 @@ def placement(*candidates: Candidate) -> Placement:
         ({"copy_s": 0.5}, "it has 0 of 700 tokens cached, and other has 0; computing the"),
         ({"memory_s": 0.5}, "the KV cache of other would have space for the prompt 500 ms later"),
         ({"decode_step_s": 0.01}, "this prompt would slow down fewer running answers"),
+        ({"held_share": 3.0}, "running requests hold more of the KV cache of other"),
         ({"free_blocks": -1}, "other costs the same"),
     ],
 )
@@ -80,7 +84,8 @@ def test_a_receipt_without_reloads_has_no_fields_of_host_memory() -> None:
     assert json.dumps(some["replicas"]) == (
         '[{"id": "a", "hit_tokens": 320, "backlog_s": 0.25, "prefill_s": 0.1, "unanswered": 0, '
         '"free_blocks": 0, "cost_s": 1.225, "terms_s": {"waiting": 0.25, "memory": 0.0, '
-        '"own": 0.975, "copy": 0.0, "setup": 0.0, "rotation": 0.0, "decode": 0.0}}]'
+        '"own": 0.975, "copy": 0.0, "setup": 0.0, "rotation": 0.0, "decode": 0.0, '
+        '"eviction": 0.0}}]'
     )
     other = replica("b", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     both = receipt(placement(replica("a"), other), policy="kvroute")["replicas"]
