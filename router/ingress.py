@@ -188,15 +188,15 @@ def application(
     http.add_middleware(LastAnswers, answers=answers, refused=refused)
     if not gate.is_open:
         http.add_middleware(Entrance, gate=gate, refused=refused)
+    for routes in core_routes() + feature_routes():
+        http.include_router(routes)
+    http.add_middleware(KnownRoutes, routes=http.routes)
     guard(
         http,
         allowed=models.settings.allow_origin,
         local_only=models.settings.local_only,
         refused=refused,
     )
-    for routes in core_routes() + feature_routes():
-        http.include_router(routes)
-    http.add_middleware(KnownRoutes, routes=http.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(Exception)(_fail)
     return http

@@ -1,6 +1,7 @@
-"""Looks at the path and the method of each request before anything else is asked of it.
+"""Looks at the path and the method of each request before a key is asked for.
 
-So a client with a wrong path reads that, and not that it needs a stronger key.
+So a client with a wrong path reads that, and not that it needs a stronger key. Pages of other sites
+are refused before, and those of an allowed origin can read these errors, too (origins.py).
 """
 
 from collections.abc import Sequence
