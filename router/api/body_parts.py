@@ -12,8 +12,9 @@ from kvroute.router.api.errors import ApiError, invalid
 
 PIECE_BYTES = 64 << 10  # most bytes that are decompressed at once, so that a bomb takes no memory
 MAX_CODINGS = 3  # most codings of one body
-# A body that is compressed already hardly gets smaller in another coding. One that does so was made
-# to take time, which no limit of its size ends.
+# How many times as large a body with several codings may get when one of them is decoded, except
+# the last one. Data that is compressed already hardly gets smaller in another coding. A body that
+# does so was made to take time, which no limit of its size ends.
 MAX_OUTER_RATIO = 10
 # Largest window of zstd that takes memory before a byte is decompressed: 8 MB, as RFC 9659 says.
 ZSTD_OPTIONS: dict[int, int] = {DecompressionParameter.window_log_max: 23}
@@ -92,6 +93,8 @@ class Coding:
     def pieces(self, data: bytes) -> Iterator[bytes]:
         """Yield what the next part of the body contains, in pieces of up to PIECE_BYTES.
 
+        A piece is empty where a stream ends.
+
         Raises:
             ApiError: The data does not have this coding.
         """
@@ -111,6 +114,7 @@ class Coding:
             data = b""
             if stream.eof:
                 data, self._stream = stream.unused_data, None
+                yield b""  # a part may have thousands of streams, each of which takes some time
 
     def end(self) -> None:
         """Raise ApiError if the body ended within a compressed stream."""

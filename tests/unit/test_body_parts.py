@@ -1,5 +1,6 @@
 """Compressed bodies are decompressed as a stream, within the same limit as others."""
 
+import asyncio
 import gzip
 import tracemalloc
 import zlib
@@ -102,6 +103,25 @@ async def test_a_bomb_of_empty_streams_is_refused_early() -> None:
     empty = gzip.compress(b"") * 50_000
     refused = await refusal(request(gzip.compress(empty), "gzip, gzip"))
     assert (refused.status, "ten times as large" in refused.message) == (415, True)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstd.compress, zlib.compress])
+async def test_other_requests_run_between_many_empty_streams(
+    compress: Callable[[bytes], bytes],
+) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(count())
+    coding = {gzip.compress: "gzip", zstd.compress: "zstd", zlib.compress: "deflate"}[compress]
+    assert await content(request(compress(b"") * 100, coding)) == b""
+    other.cancel()
+    assert turns >= 100
 
 
 async def test_a_window_that_takes_much_memory_is_refused() -> None:
