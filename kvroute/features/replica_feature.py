@@ -110,7 +110,7 @@ class ReplicaFeatures:
     def around(self, request: "GenerateRequest") -> AbstractAsyncContextManager["GenerateRequest"]:
         """Return the context in which the engine runs a request. It gives the request to run.
 
-        Data that no feature knows is ignored.
+        The features are entered in their order. Data that no feature knows is ignored.
         """
         if (call := request.call) and call.features:
             return self._entered(request, call.features)
@@ -121,8 +121,8 @@ class ReplicaFeatures:
         self, request: "GenerateRequest", data: Mapping[str, bytes]
     ) -> AsyncIterator["GenerateRequest"]:
         async with AsyncExitStack() as stack:
-            for name in data.keys() & self._arounds.keys():
-                around = self._arounds[name](request, data[name])
-                changed = await stack.enter_async_context(around)
-                request = changed or request
+            for name, around in self._arounds.items():
+                if name in data:
+                    changed = await stack.enter_async_context(around(request, data[name]))
+                    request = changed or request
             yield request

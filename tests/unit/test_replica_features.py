@@ -54,6 +54,21 @@ async def test_a_request_runs_inside_the_features_for_which_it_has_data() -> Non
     assert not one.running
 
 
+async def test_a_request_enters_features_in_the_order_of_their_list() -> None:
+    names = [f"n{number}" for number in range(9)]
+    entered: list[str] = []
+
+    class Noting(Preparing):
+        @asynccontextmanager
+        async def around(self, request: GenerateRequest, data: bytes) -> AsyncIterator[None]:
+            entered.append(self.name)
+            yield
+
+    features = ReplicaFeatures(map(Noting, names))
+    async with features.around(request(**dict.fromkeys(reversed(names), b"1"))):
+        assert entered == names
+
+
 async def test_a_request_without_data_enters_no_feature() -> None:
     one = Preparing("one")
     async with ReplicaFeatures([one]).around(request()):
