@@ -109,7 +109,7 @@ class Feature:
     # Its policies in a replay, without "kvroute-": there it does something else than in a router.
     policies: Sequence[str] = ()
     headers: Sequence[str] = ()  # request headers that Call.headers keeps for it
-    fields: Sequence[str] = ()  # fields of request bodies that the core ignores
+    fields: Sequence[str] = ()  # fields of request bodies that it reads, and that the core does not
     # Path of a route -> fields of its bodies with which a request must not run twice, for example
     # since its effects stay. The core may refuse such a field where no feature has it.
     once: ClassVar[Mapping[str, Sequence[str]]] = {}

@@ -76,7 +76,8 @@ class Ticket:
     """One prompt's progress through the gate, the features' lines and the queue.
 
     Attributes:
-        context: the request's context. The ticket sets `wait`, `urgency` and `turn`.
+        context: the request's context. The ticket adds the prompt's turn, what features know of
+            this turn, its wait, and whether it gives way to others.
     """
 
     def __init__(self, control: AdmissionControl, context: RequestContext) -> None:

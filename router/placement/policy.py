@@ -62,8 +62,8 @@ COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
 # according to the cache pressure.
 EVICTION_PRICE = 1.0
 # The term `eviction` of a replica whose cache is all held by running requests, as a multiple of the
-# time to compute the prompt's new part and of the pressure. It falls with the share that they hold
-# to the power HELD_POWER, so that only replicas that are nearly full are avoided.
+# time to compute the prompt's new part and of the pressure. With a smaller share, the term is
+# multiplied by that share to the power HELD_POWER, so that only nearly full replicas are avoided.
 EVICTION = 2.0
 HELD_POWER = 3
 # The term `rotation` of a replica that got twice as many new conversations as the mean, as a

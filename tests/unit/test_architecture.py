@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 
 from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
+from kvroute.features import FEATURES
 from tests.support.repository import LINKED, ROOT, product_modules
 
 CORE = (ROOT / "ARCHITECTURE.md").read_text()
@@ -37,6 +38,23 @@ def _packages() -> Iterator[str]:
     for path in re.findall(rf"^\| `((?:{names})\S*)` \|", TEXT, flags=re.MULTILINE):
         name = path.removesuffix(".py").replace("/", ".")
         yield f"kvroute.{name}" if name.startswith(LINKED) else name
+
+
+# A row of the table about the way of a chat: the module, and its functions.
+STAGE = re.compile(r"^\| [()\w]+ \| `([\w/]+\.py)` \| (`.+?`) \|", flags=re.MULTILINE)
+
+
+def test_the_functions_on_the_way_of_a_chat_exist() -> None:
+    stages = STAGE.findall(CORE)
+    named = [(path, name) for path, names in stages for name in re.findall(r"`(\w+)`", names)]
+    sources = {path: (ROOT / path).read_text() for path, _ in named}
+    assert len(stages) > 7
+    assert [each for each in named if f"def {each[1]}(" not in sources[each[0]]] == []
+
+
+def test_the_table_of_features_has_each_feature() -> None:
+    linked = re.findall(r"\(kvroute/features/(\w+)/README\.md\)", CORE)
+    assert sorted(linked) == sorted(feature.name for feature in FEATURES)
 
 
 def test_the_page_about_the_core_is_short() -> None:
