@@ -1,8 +1,8 @@
 """A line: the requests of one router that wait until a feature lets them go.
 
 A feature decides who may go, and only computes: callers pass the time, and wait. So a replay uses
-the same line as a router. In a router, queueing/waiting_room.py waits, informs clients, and refuses
-requests that would wait too long.
+the same line as a router. In a router, queueing/waiting_room.py waits, and refuses requests that
+would wait too long.
 """
 
 from dataclasses import dataclass

@@ -57,6 +57,14 @@ def test_the_table_of_features_has_each_feature() -> None:
     assert sorted(linked) == sorted(feature.name for feature in FEATURES)
 
 
+@pytest.mark.parametrize("feature", [feature.name for feature in FEATURES])
+def test_the_readme_of_a_feature_lists_its_modules(feature: str) -> None:
+    folder = ROOT / "kvroute" / "features" / feature
+    page = (folder / "README.md").read_text()
+    modules = {file.name for file in folder.glob("*.py")} - {"__init__.py"}
+    assert [module for module in sorted(modules) if f"`{module}`" not in page] == []
+
+
 def test_the_page_about_the_core_is_short() -> None:
     assert len(CORE.split()) <= MAX_WORDS
 
