@@ -84,7 +84,7 @@ def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Appli
         graceful_shutdown_timeout_s=settings.drain_timeout_s,
         graceful_shutdown_wait_loop_s=DRAIN_CHECK_INTERVAL_S,
         logging_config=logging_config(settings.log_format),
-        ray_actor_options=_resources(model),
+        ray_actor_options={"num_cpus": 1, "num_gpus": model.gpus_per_replica},
         request_router_config=RequestRouterConfig(
             request_router_class=KnownReplicas,
             # Serve's own polls of this data are rare: kvroute's routers ask replicas when needed.
@@ -116,7 +116,3 @@ def _size(settings: ModelSettings) -> dict[str, Any]:
             ),
         )
     return {"autoscaling_config": config}
-
-
-def _resources(settings: ModelSettings) -> dict[str, float]:
-    return {"num_cpus": 1, "num_gpus": settings.gpus_per_replica}

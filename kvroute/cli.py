@@ -8,13 +8,12 @@ import typer
 
 from kvroute.command.batch_command import batch
 from kvroute.command.doctor_command import doctor
-from kvroute.command.drain_command import drain
 from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, brief_command, typer_app
 from kvroute.command.option_classes import basic_options, with_options
 from kvroute.command.replay_command import replay
 from kvroute.command.replay_options import ReplayOptions
-from kvroute.command.scale_command import scale
+from kvroute.command.scale_command import drain, scale
 from kvroute.command.serve_command import AttachOptions, ServeOptions, attach, serve
 from kvroute.command.status_command import status
 from kvroute.features import FEATURES

@@ -208,7 +208,7 @@ class Runner:
                 is_temporary = response.status_code in TRY_AGAIN and tries != self._max_tries
                 if not (is_temporary and _may_retry(response)):
                     if response.is_success:  # an error in a line says nothing about the cluster
-                        now_s, waited_s = time.monotonic(), _queued_s(response)
+                        now_s, waited_s = time.monotonic(), _seconds(response, QUEUED_HEADER)
                         self._window.answered(now_s, took_s=now_s - sent_s, waited_s=waited_s)
                     return response
                 self._window.lost()
@@ -252,10 +252,6 @@ def _may_retry(response: httpx.Response) -> bool:
 
 def _retry_after_s(response: httpx.Response) -> float:
     return _seconds(response, "retry-after")  # 0 if it is a date
-
-
-def _queued_s(response: httpx.Response) -> float:
-    return _seconds(response, QUEUED_HEADER)
 
 
 def _seconds(response: httpx.Response, header: str) -> float:

@@ -1,4 +1,4 @@
-"""The command `kvroute scale`."""
+"""The commands `kvroute scale` and `kvroute drain`, which change the replicas of a cluster."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -54,3 +54,32 @@ def _scaled_model(model: str | None, url: str) -> str | None:
     if model not in (None, *served):
         fail(f"--model is {model!r}; expected one of {', '.join(served)}")
     return model if len(served) > 1 else None
+
+
+def drain(
+    within: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="When this machine ends. Spot machines are announced 30 s (Azure, Google Cloud) "
+            "or 120 s (AWS) before.",
+        ),
+    ] = 100,
+) -> None:
+    """Move this machine's replicas to other machines, before it goes away. No request is lost.
+
+    Run it on the machine that goes away, as the user who started the cluster there. Other replicas
+    copy the blocks of its conversations if the cluster has --pull on.
+    """
+    from kvroute.controller.drain import DrainError
+    from kvroute.controller.drain import drain as drain_machine
+    from kvroute.controller.ray_connection import UnreachableError
+    from kvroute.local.progress import StartProgress
+
+    try:
+        drain_machine(within, StartProgress())
+    except (DrainError, UnreachableError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("stopped waiting; Ray continues to empty this machine")

@@ -45,14 +45,10 @@ def _running(name: str) -> psutil.Process:
         (
             process
             for process in psutil.process_iter()
-            if process.name() == name and _is_mine(process)
+            if process.name() == name and process.uids().effective == os.geteuid()
         ),
         key=psutil.Process.create_time,
     )
-
-
-def _is_mine(process: psutil.Process) -> bool:
-    return process.uids().effective == os.geteuid()
 
 
 def _start(

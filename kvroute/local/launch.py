@@ -1,6 +1,7 @@
 """Starts a whole cluster in the foreground and runs it until a signal stops it."""
 
 import json
+import re
 import shlex
 import shutil
 import socket
@@ -37,7 +38,6 @@ from kvroute.local.embedded_redis import (
 )
 from kvroute.local.guard import guarded, leave, ray_processes
 from kvroute.local.haproxy.health import fail_health_checks
-from kvroute.local.kept_logs import cluster_id, keep_logs, kept_logs, logs_in
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import is_local, reserve
 from kvroute.local.processes import is_alive
@@ -53,6 +53,7 @@ from kvroute.local.running import KEY, URL, registered
 from kvroute.local.signals import StopSignals
 from kvroute.machine.problem import StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted
+from kvroute.process.state_folder import state_folder
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.serve import ServeSettings
@@ -271,3 +272,39 @@ def _application(settings: ServeSettings, models: Sequence[ModelSettings]) -> An
     from kvroute.app import application
 
     return application(settings, models)
+
+
+def cluster_id(host: str, port: int) -> str:
+    """Return the default of --cluster: equal after a restart, unique among a host's clusters."""
+    return re.sub(r"[^\w.-]", "-", f"{host}-{port}")
+
+
+def logs_in(folder: Path) -> Path:
+    """Return the folder of a running cluster's logs, which is inside Ray's folder `folder`."""
+    return folder / "session_latest" / "logs"
+
+
+def kept_logs(settings: ServeSettings) -> Path:
+    """Return the folder to which the cluster's logs are moved after a run."""
+    cluster = settings.cluster or cluster_id(socket.gethostname(), settings.port)
+    return (settings.log_dir or state_folder()) / f"kvroute-logs-{cluster}"
+
+
+def keep_logs(logs: Path, target: Path, progress: StartProgress) -> bool:
+    """Move the logs of a run to the folder `target`, and delete the logs of the previous run there.
+
+    Returns:
+        True, or False if `target` cannot be written. Then the logs stay where they are.
+    """
+    if not logs.exists():
+        return True
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(logs.resolve(), target)
+        target.chmod(0o700)  # Ray makes its folders readable to all users
+    except OSError as error:
+        progress.fail(f"the logs of this run stay in {logs}: {target} cannot be written ({error})")
+        return False
+    progress.say(f"logs of this run: {target}")
+    return True

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 
 from rich.progress import Progress
@@ -46,14 +47,13 @@ def compare(
     jobs: int = 1,
 ) -> list[PolicyRun]:
     """Return one run for each policy, in order; run `jobs` of them in parallel processes."""
+    run = partial(_run, requests=requests, cluster=cluster, seed=seed, loop=loop, slo=slo)
     if jobs == 1:
-        return [
-            _run_with_progress(name, requests, cluster, seed, loop, slo, progress)
-            for name in policies
-        ]
+        tasks = ((name, progress.add_task(name, total=len(requests))) for name in policies)
+        return [run(name, on_first_token=partial(progress.advance, task)) for name, task in tasks]
     task = progress.add_task(", ".join(policies), total=len(policies))
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        runs = [pool.submit(_run, name, requests, cluster, seed, loop, slo) for name in policies]
+        runs = [pool.submit(run, name) for name in policies]
         for _ in as_completed(runs):
             progress.advance(task)
         return [run.result() for run in runs]
@@ -105,21 +105,9 @@ def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
     return len(recorded) * sum(cluster.speeds) / prefill_s
 
 
-def _run_with_progress(
-    policy: str,
-    requests: Sequence[Request],
-    cluster: Cluster,
-    seed: int,
-    loop: Loop,
-    slo: Slo | None,
-    progress: Progress,
-) -> PolicyRun:
-    task = progress.add_task(policy, total=len(requests))
-    return _run(policy, requests, cluster, seed, loop, slo, lambda: progress.advance(task))
-
-
 def _run(
     policy: str,
+    *,
     requests: Sequence[Request],
     cluster: Cluster,
     seed: int,

@@ -53,7 +53,6 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
             self._blocks,
             step_tokens=model.chunk_tokens,
             max_sequences=model.max_sequences,
-            watermark_blocks=int(model.watermark * capacity_blocks),
         )
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
         # Request index -> tokens from each slower tier.

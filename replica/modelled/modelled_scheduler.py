@@ -68,12 +68,9 @@ class ModelledScheduler(Generic[S]):
         pool: the engine's KV cache.
         step_tokens: maximum tokens of a step, of prompts and answers together.
         max_sequences: maximum number of admitted sequences.
-        watermark_blocks: blocks that an admission leaves free while other sequences run.
     """
 
-    def __init__(
-        self, pool: TablePool, *, step_tokens: int, max_sequences: int, watermark_blocks: int = 0
-    ) -> None:
+    def __init__(self, pool: TablePool, *, step_tokens: int, max_sequences: int) -> None:
         self.waiting: list[S] = []  # not admitted; sorted by `order`
         self.prefilling: list[S] = []  # admitted, with more than one token to compute
         self.decoding: dict[S, None] = {}  # each step computes one token of these; an ordered set
@@ -83,7 +80,6 @@ class ModelledScheduler(Generic[S]):
         self._pool = pool
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
-        self._watermark_blocks = watermark_blocks
         self._in_lane = 0  # number of admitted sequences with is_in_lane
         # Number of a step modulo the block size -> decoding sequences that need a block in it.
         self._growing: list[dict[S, None]] = [{} for _ in range(pool.block_size)]
@@ -246,8 +242,7 @@ class ModelledScheduler(Generic[S]):
             sequence = next(filter(self.can_admit, self.waiting), None)
             if sequence is None or sequence.gives_way(now_s) != lane:
                 break
-            spare = self._watermark_blocks if self.admitted else 0
-            hits = self._pool.admit(sequence.table, spare)
+            hits = self._pool.admit(sequence.table)
             if hits is None:
                 break
             self.waiting.remove(sequence)

@@ -50,13 +50,13 @@ class TablePool:
         """Return the blocks that a cache can provide; the last token is always computed."""
         return table.hashes[: reusable_blocks(table.length, self.block_size)]
 
-    def admit(self, table: SequenceTable, spare: int = 0) -> int | None:
+    def admit(self, table: SequenceTable) -> int | None:
         """Let an empty table hold the cached blocks of its tokens, and return their number.
 
-        If the pool has too few free blocks for all tokens of the table, and `spare` more, change
-        nothing and return None.
+        If the pool has too few free blocks for all tokens of the table, change nothing and return
+        None.
         """
-        hits = self.cache.admit(self.reusable(table), self._blocks_for(table.length) + spare)
+        hits = self.cache.admit(self.reusable(table), self._blocks_for(table.length))
         if hits is None:
             return None
         table.blocks = hits

@@ -150,11 +150,6 @@ class Generation:
         """End the request, whether it is complete or not. A second call has no effect."""
         self._current.close()
 
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the request has ended."""
-        return self._current.attempt.outcome is not None
-
     async def _next_of_rest(self) -> Chunk | None:
         current = self._current
         try:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvroute.contract.error_codes import CODES, Code
+from kvroute.contract.error_codes import CODES
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.errors import ApiError, body_of, event, shown
 
@@ -85,7 +85,9 @@ def parsed_error(data: bytes, status: int, *, path: str) -> ApiError:
 
 def _converted(message: str, param: object, code: object, status: int, path: str) -> ApiError:
     """Return the error with a message, param and code of a replica."""
-    known = next((known for known in CODES if known == code), None) or _code_in(message)
+    known = next((known for known in CODES if known == code), None)
+    if known is None and TOO_LONG in message:
+        known = "context_length_exceeded"
     if PROBLEMS.match(message):
         param, message = _summary(message)
     elif param is None and (begins := NAMED.match(message)):
@@ -94,11 +96,6 @@ def _converted(message: str, param: object, code: object, status: int, path: str
     if name == "input_tokens":
         name = PROMPTS.get(path, "messages")
     return ApiError(status, _shortened(PARAMETER.sub("", message)), param=name, code=known)
-
-
-def _code_in(message: str) -> Code | None:
-    """Return the code of the error that a message of vLLM describes; None: the status tells it."""
-    return "context_length_exceeded" if TOO_LONG in message else None
 
 
 def _summary(message: str) -> tuple[str | None, str]:

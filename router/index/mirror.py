@@ -21,7 +21,6 @@ from operator import or_
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import GPU, Tier
 from kvroute.router.index.boundaries import Boundaries
-from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks
 
 # Seconds after which the mirror has the blocks that an engine stored. The feed (feed.py) polls
@@ -30,6 +29,9 @@ INDEX_DELAY_S = 2.0
 
 # A function that returns a bit mask of the replicas that have block i of a chain.
 Holders = Callable[[Sequence[Fingerprint], int], int]
+# Number of blocks in each of the two sets of the history. A larger set would block the event loop
+# for more than a few milliseconds when it grows or is freed.
+GENERATION = 100_000
 
 
 class Mirror:
@@ -403,3 +405,29 @@ def deepest(
         return 0, []
     holders = held.get(tier.fingerprint(chain[blocks - 1])) & replicas
     return blocks, [mirror._ids[bit] for bit in _bits(holders)]
+
+
+class EvictionHistory:
+    """The last evicted blocks: at least GENERATION of them, at most twice as many.
+
+    They tell an evicted prefix from one that was never cached.
+    """
+
+    def __init__(self) -> None:
+        self._recent: set[Fingerprint] = set()
+        self._old: set[Fingerprint] = set()
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._old)
+
+    def __contains__(self, fingerprint: Fingerprint) -> bool:
+        return fingerprint in self._recent or fingerprint in self._old
+
+    def add(self, fingerprints: Sequence[Fingerprint]) -> None:
+        begin = 0
+        while begin < len(fingerprints):
+            if len(self._recent) >= GENERATION:
+                self._old, self._recent = self._recent, set()
+            end = begin + GENERATION - len(self._recent)
+            self._recent.update(fingerprints[begin:end])
+            begin = end

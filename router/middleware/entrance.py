@@ -4,16 +4,36 @@ Without a feature that closes the gate, all requests are those of the caller ANY
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
 
+import httpx
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvroute.features import FEATURES
-from kvroute.features.gate import ANYONE, OPEN, UNCOUNTED, UNGUARDED, Caller, Entry, Gate
+from kvroute.features import FEATURES, PATHS
+from kvroute.features.gate import (
+    ANYONE,
+    OPEN,
+    ROLES,
+    UNCOUNTED,
+    UNGUARDED,
+    Caller,
+    Entry,
+    Gate,
+    Role,
+)
+from kvroute.router.api.calls import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    STATELESS_ROUTES,
+)
 from kvroute.router.api.errors import FINAL, ApiError, response
-from kvroute.router.middleware.roles import roles_for
+from kvroute.router.api.scoring import SCORING
 from kvroute.settings.help import SettingsError
 from kvroute.settings.router import RouterSettings
 
@@ -22,6 +42,16 @@ INTERNAL_CALLER = "kvroute.caller"
 
 AT_OPEN_GATE = nullcontext(UNCOUNTED)
 NOT_COMPUTED = (429, 503)  # statuses of requests for which nothing was computed
+# Everybody may use these.
+EVERYBODY = ("/health", "/ping", "/docs", "/openapi.json", *PATHS.everybody)
+ANY = ("/v1/models", "/version")  # any role
+USE = (  # the role use
+    *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
+    "/v1/route",
+    *PATHS.use,
+)
+OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics", *PATHS.observe)  # the role observe
+NO_TIMEOUT = httpx.Timeout(None)  # an answer may take any time
 
 
 def gate_of(settings: RouterSettings) -> Gate:
@@ -111,3 +141,43 @@ def counting_refusals(request: Request) -> Iterator[None]:
     except Exception as error:
         getattr(request.state, "model", request.app.state.models.first).telemetry.refused(error)
         raise
+
+
+@lru_cache(maxsize=1024)
+def roles_for(method: str, path: str) -> Sequence[Role]:
+    """Return the roles that may use a route: a caller needs one of them. Empty: everybody may.
+
+    A route that is in none of the lists above or of PATHS needs the role manage.
+    """
+    if path == "/" or _is_in(path, EVERYBODY):
+        return ()
+    if _is_in(path, ANY):
+        return ROLES
+    if _is_in(path, PATHS.manage):
+        return ("manage",)
+    if _is_in(path, OBSERVE) or (method in ("GET", "HEAD") and _is_in(path, PATHS.read)):
+        return ("observe",)
+    return ("use",) if _is_in(path, USE) else ("manage",)
+
+
+def _is_in(path: str, routes: Iterable[str]) -> bool:
+    return any(path == route or path.startswith(f"{route}/") for route in routes)
+
+
+def client_for(application: ASGIApp, caller: Caller | None) -> httpx.AsyncClient:
+    """Return a client whose requests count as the caller's.
+
+    Args:
+        application: the router's HTTP application.
+        caller: the sender of the requests; None: unknown, so that a closed gate refuses them.
+    """
+
+    async def as_caller(scope: Scope, receive: Receive, send: Send) -> None:
+        mutable: MutableMapping[str, Any] = scope
+        mutable[INTERNAL_CALLER] = caller
+        await application(scope, receive, send)
+
+    transport = httpx.ASGITransport(as_caller, raise_app_exceptions=False)
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", timeout=NO_TIMEOUT, trust_env=False
+    )

@@ -19,7 +19,6 @@ import msgspec
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
 from kvroute.blocks.variants import name_of
-from kvroute.contract.priority import Priority
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 from kvroute.router.placement.ledger import Ledger
 from kvroute.router.sessions.breaks import Break
@@ -129,6 +128,7 @@ class RequestLog(RequestObserver):
     def _line(self, attempt: Attempt, placement: Placement) -> LogLine:
         duration_s = time.monotonic() - attempt.sent_s
         waited_s = attempt.context.wait.waited_s
+        priority = attempt.context.urgency.priority
         ledger = attempt.ledger()
         return LogLine(
             timestamp=round(1000 * (time.time() - duration_s - waited_s), 3),
@@ -160,7 +160,7 @@ class RequestLog(RequestObserver):
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),
             evicted_why=attempt.context.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
-            priority=_unless_default(attempt.context.urgency.priority),
+            priority=msgspec.UNSET if priority == "default" else priority,
             session=attempt.context.hints.session & ID_BITS or msgspec.UNSET,
             session_end=attempt.context.hints.is_end or msgspec.UNSET,
             tools=attempt.context.hints.has_tools or msgspec.UNSET,
@@ -178,10 +178,6 @@ class RequestLog(RequestObserver):
 
 def _broken(broken: Break | None, placement: Placement) -> dict[str, Any] | None:
     return broken.as_json(known_tokens=placement.known_tokens) if broken else None
-
-
-def _unless_default(priority: Priority) -> str | msgspec.UnsetType:
-    return msgspec.UNSET if priority == "default" else priority
 
 
 def _append(file: Path, lines: Sequence[LogLine | dict[str, Any]]) -> None:

@@ -101,11 +101,6 @@ class Holding:
         return self._queue.state(self._clock())
 
     @property
-    def correction(self) -> float:
-        """Return the factor that corrects forecasts by the errors of earlier ones."""
-        return self._correction.factor
-
-    @property
     def margin(self) -> float:
         """Return the factor that a forecast is multiplied by before it is compared with a limit."""
         return self._margin.factor

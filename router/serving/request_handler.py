@@ -12,14 +12,16 @@ respond    serving/responding         writes the response to the client
 """
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 from fastapi import Response
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
+from kvroute.contract.generation import TokenIds
 from kvroute.features.expanded import Expanded
 from kvroute.features.own_methods import own_methods
 from kvroute.features.router_feature import RouterFeature
@@ -32,7 +34,7 @@ from kvroute.router.observability import request_spans
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
 from kvroute.router.prompts.image_affinity import ImageAffinity
-from kvroute.router.prompts.scored import scored_prompts
+from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
@@ -191,3 +193,31 @@ class RequestHandler:
         new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
         context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
         return generation
+
+
+async def scored_prompts(
+    scoring: Scoring, tokenizer: Prompts, *, max_model_len: int
+) -> list[TokenIds]:
+    """Return one prompt per item: the query followed by the item, or the item by the query.
+
+    As in vLLM, the end of a prompt that is too long is cut off.
+    """
+    texts = [scoring.query] if isinstance(scoring.query, str) else []
+    longest = max_model_len - 1  # leaves space for the one token that the engine generates
+    (query,) = await tokenizer.encode(texts, special=scoring.add_special_tokens) or [
+        _ids(scoring.query)
+    ]
+    items = await _items(scoring.items, tokenizer)
+    pairs = ((item, query) if scoring.item_first else (query, item) for item in items)
+    return [
+        np.concatenate([first[:longest], second[:longest]])[:longest] for first, second in pairs
+    ]
+
+
+async def _items(items: Sequence[str] | Sequence[list[int]], tokenizer: Prompts) -> list[TokenIds]:
+    texts = [item for item in items if isinstance(item, str)]
+    return await tokenizer.encode(texts) if texts else [_ids(item) for item in items]
+
+
+def _ids(token_ids: str | Sequence[int]) -> TokenIds:
+    return np.array(token_ids, np.uint32)

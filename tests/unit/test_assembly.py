@@ -8,8 +8,7 @@ import pytest
 
 from kvroute.features import FEATURES
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.serving.lifecycle import Lifecycle
-from kvroute.router.serving.model_router import ModelRouter
+from kvroute.router.serving.model_router import Lifecycle, ModelRouter
 from kvroute.router.serving.status import feature_states
 from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_parts
 

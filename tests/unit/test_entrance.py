@@ -9,8 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.features.gate import ANYONE, Caller
 from kvroute.router.middleware import entrance
-from kvroute.router.middleware.entrance import Entrance, caller_of, gate_of
-from kvroute.router.middleware.in_process import client_for
+from kvroute.router.middleware.entrance import Entrance, caller_of, client_for, gate_of
 from kvroute.settings.help import SettingsError
 from kvroute.settings.router import RouterSettings
 from tests.support.gates import ClosedGate

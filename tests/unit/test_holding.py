@@ -359,7 +359,7 @@ async def test_forecasts_do_not_learn_from_batch_requests() -> None:
         router.now_s += 200
         sent.end()
         assert (await task).wait.waited_s == pytest.approx(200)
-    assert router.holding.correction == 1.0
+    assert router.holding._correction.factor == 1.0
 
 
 @pytest.mark.parametrize("own_s", [None, 0.2])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvroute.local import progress
-from kvroute.local.kept_logs import keep_logs, kept_logs, logs_in
+from kvroute.local.launch import keep_logs, kept_logs, logs_in
 from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import awaited
 from kvroute.settings.serve import load

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint, pack
 from kvroute.blocks.tiers import HOST
-from kvroute.router.index.eviction_history import GENERATION
 from kvroute.router.index.masks import Masks
-from kvroute.router.index.mirror import INDEX_DELAY_S, Mirror
+from kvroute.router.index.mirror import GENERATION, INDEX_DELAY_S, Mirror
 from tests.support.mirrors import held_by
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]

@@ -7,7 +7,7 @@ from tests.support.repository import product_modules
 
 # Modules that share their names. Remove an entry when you give one of its modules another name.
 SHARED_MODULES = {
-    *("app", "deployment", "events", "features"),
+    *("app", "deployment", "events"),
     *("generation", "lane", "peers", "policy", "priority"),
     *("protocol", "pulls", "records", "replica", "router", "server"),
 }

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvroute.router.middleware.old_clients import BufferedResponses
+from kvroute.router.middleware.serve_headers import BufferedResponses
 
 
 async def pieces() -> AsyncIterator[bytes]:

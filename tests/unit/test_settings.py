@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from kvroute.cli import app
 from kvroute.contract.adapters import Adapter
-from kvroute.local.kept_logs import cluster_id
+from kvroute.local.launch import cluster_id
 from kvroute.settings import checked_options
 from kvroute.settings.help import SettingsError, env_names, flags
 from kvroute.settings.model_settings import Detected, ModelSettings

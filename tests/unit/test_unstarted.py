@@ -139,7 +139,7 @@ async def test_a_request_that_no_engine_starts_within_its_limit_is_refused() -> 
         assert "retry-after" in refused.value.headers
         assert cluster.ends.refusals == ["deadline"]
         await until(lambda: cluster.waiting("r0") == 0)
-        assert not first.has_ended  # what has begun is never taken back
+        assert first._current.attempt.outcome is None  # what has begun is never taken back
 
 
 async def test_requests_that_wait_for_the_same_replica_move_one_by_one() -> None:

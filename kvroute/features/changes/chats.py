@@ -31,10 +31,6 @@ MAX_LOOKUPS = 16  # messages of a new chat that are looked up, the newest first
 SURE_MESSAGES = 2  # with this many equal messages in a row, two prompts belong to one chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Other parts of a prompt that can change: the definitions of tools, the rendering by the chat
-# template, and messages with an unknown role.
-OTHERS = ("tools", "template", "other")
-PLACES = (*ROLES, *OTHERS)
 # Roles of the items of /v1/responses that have a type instead of a role.
 TYPES = {"reasoning": "assistant", "function_call": "assistant", "function_call_output": "tool"}
 # Fields of a message that are hashed separately or, like cache_control, not at all. Clients move

@@ -1,5 +1,6 @@
 """The changes in chats in the router of one model: what the core calls."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from xxhash import xxh32_intdigest
 from kvroute.features.changes.change_checks import figures
 from kvroute.features.changes.changed_places import PromptChanges
 from kvroute.features.changes.chats import Chats
-from kvroute.features.changes.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
 from kvroute.features.figure import Figure
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, RESPONSES
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
     from kvroute.router.prompts.tokenizer import Prompts
     from kvroute.router.serving.rendering import RenderedCall
     from kvroute.router.sessions.breaks import Break
+
+# Prompt tokens on each side of a change that are searched too, for marks such as "<total_tokens>".
+CONTEXT_TOKENS = 12
+MAX_TOKENS = 64  # longest change in tokens; longer text is not a date or a counter
+# Each kind of text and its pattern. If several patterns match, the first one counts.
+KINDS = (
+    ("a count of the tokens that are left", re.compile(r"total_tokens|tokens (?:left|remaining)")),
+    ("a time of day", re.compile(r"\d{1,2}:\d{2}")),
+    ("a date", re.compile(r"\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{2,4}|(?:19|20)\d{2}")),
+    ("an identifier", re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-|(?=\w*\d)[0-9a-f]{12,}")),
+    ("a number", re.compile(r"\d")),
+)
 
 
 class RouterChanges(RouterFeature):
@@ -111,3 +123,14 @@ def _without_headers(message: Any) -> Any:
         return message
     parts = [without_header(part) if isinstance(part, dict) else part for part in content]
     return {**message, "content": [part for part in parts if part is not None]}
+
+
+def kind_of(text: str) -> str:
+    """Return the kind of the changed text, such as a date, or "" if it is of no known kind.
+
+    Reports and logs show the kind, because the text itself may be private.
+
+    Args:
+        text: the new text at the place of the change, with some of the prompt before and after it.
+    """
+    return next((kind for kind, pattern in KINDS if pattern.search(text)), "")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import Any
 
@@ -11,13 +11,18 @@ from kvroute.contract.own_names import own_id
 from kvroute.contract.records import ReplicaRecord
 from kvroute.features.figure import Figure
 from kvroute.features.gate import ANYONE, Caller
-from kvroute.features.prefixes import CANNOT_PIN, OF_ANOTHER_TENANT, TOO_MANY
+from kvroute.features.prefixes import (
+    CANNOT_PIN,
+    OF_ANOTHER_TENANT,
+    TENANT_HAS_TOO_MANY,
+    TENANT_PINS_TOO_MUCH,
+    TOO_MANY,
+)
 from kvroute.features.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
 from kvroute.features.prefixes.composer import PrefixComposer
 from kvroute.features.prefixes.declaration import PrefixDeclaration
 from kvroute.features.prefixes.named_prefix import Prefix, is_same
 from kvroute.features.prefixes.prefix_store import OtherTenantError
-from kvroute.features.prefixes.tenant_limits import check_limits
 from kvroute.features.prefixes.warm import warm_at
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.store.connection import REDIS_ERRORS
@@ -355,3 +360,49 @@ def _in_gpu(prefix: Prefix, record: ReplicaRecord) -> bool:
     """Return whether the replica has pinned the prefix in GPU memory."""
     pin = warm_at(record).get(prefix.name)
     return pin is not None and pin.is_pinned and pin.tier == GPU
+
+
+def check_limits(
+    wanted: Prefix, declared: Iterable[Prefix], limits: Mapping[str, int], *, block_size: int
+) -> None:
+    """Check that a tenant may declare a prefix.
+
+    Older versions of the prefix do not count, since the new version replaces them.
+
+    Args:
+        wanted: the prefix to declare.
+        declared: all prefixes that are declared already.
+        limits: the limits of the caller.
+
+    Raises:
+        ApiError: the tenant has too many prefixes or pinned blocks.
+    """
+    own = {prefix.id: prefix for prefix in declared if prefix.tenant == wanted.tenant}
+    own[wanted.id] = wanted
+    _check_number(wanted, len(own), limits.get("max_prefixes"))
+    blocks = sum(prefix.full_blocks(block_size) for prefix in own.values() if prefix.is_pinned)
+    _check_blocks(wanted, blocks, limits.get("max_pinned_blocks"))
+
+
+def _check_number(wanted: Prefix, number: int, limit: int | None) -> None:
+    if limit is None or number <= limit:
+        return
+    raise ApiError(
+        409,
+        f"tenant {wanted.tenant} may declare {limit} prefixes, and {wanted.label!r} would be "
+        f"number {number}; drop one with DELETE /v1/prefixes/ID",
+        param="id",
+        code=TENANT_HAS_TOO_MANY,
+    )
+
+
+def _check_blocks(wanted: Prefix, blocks: int, limit: int | None) -> None:
+    if limit is None or not wanted.is_pinned or blocks <= limit:
+        return
+    raise ApiError(
+        409,
+        f"with prefix {wanted.label!r}, tenant {wanted.tenant} would pin {blocks} KV blocks, but "
+        f'may pin only {limit}; drop a prefix, or send "pinned": false for one that may be evicted',
+        param="pinned",
+        code=TENANT_PINS_TOO_MUCH,
+    )

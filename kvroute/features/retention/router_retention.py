@@ -4,13 +4,13 @@ The ends of sessions are reported to all replicas, since several may hold blocks
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvroute.contract.keep import Order
-from kvroute.features.retention.promises import promises
 from kvroute.features.retention.returns import Returns
 from kvroute.features.router_feature import RouterFeature
+from kvroute.router.api.calls import Call, objects
 from kvroute.router.connections.links import Links, UnansweredError
 
 if TYPE_CHECKING:
@@ -23,6 +23,11 @@ TIMEOUT_S = 2.0  # seconds for a replica to confirm that a session has ended
 # got the session's last request knows that the session has ended.
 MAX_WAITING = 1000
 PARALLEL = 16  # sessions that are reported at the same time
+# Values with which a client asks to keep a prompt in the cache. OpenAI's fields have other values,
+# such as `in_memory`, which do not ask for this.
+TTLS = ("5m", "30m", "1h", "24h")
+# Fields whose items can have a `cache_control`.
+CACHEABLE_FIELDS = ("system", "tools", "messages", "input")
 
 
 class RouterRetention(Returns, RouterFeature):
@@ -94,3 +99,40 @@ async def _report(links: Links, rank: str, session: int) -> str:
     except UnansweredError as error:
         return str(error)
     return ""
+
+
+def promises(call: Call) -> bool:
+    """Return whether the client of a call promises to continue it.
+
+    Unknown values are ignored, because new versions of these APIs may have new values.
+    """
+    return _is_marked(call) or _is_retained(call.body)
+
+
+def _is_marked(call: Call) -> bool:
+    """Return whether a `cache_control`, as in Anthropic's API, asks to keep part of the prompt."""
+    if b"cache_control" not in call.raw:
+        return False
+    controls = (part.get("cache_control") for part in _cacheable(call.body))
+    return any(
+        isinstance(control, dict)
+        and control.get("type") == "ephemeral"
+        and control.get("ttl", "5m") in TTLS
+        for control in controls
+    )
+
+
+def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield every object that can have a `cache_control`. Some clients send it in chats too."""
+    yield body
+    for name in CACHEABLE_FIELDS:
+        for item in objects(body.get(name)):
+            yield item
+            yield from objects(item.get("content"))
+
+
+def _is_retained(body: Mapping[str, Any]) -> bool:
+    """Return whether OpenAI's fields ask to keep the prompt."""
+    options = body.get("prompt_cache_options")
+    ttl = options.get("ttl") if isinstance(options, dict) else None
+    return ttl in TTLS or body.get("prompt_cache_retention") in TTLS

@@ -29,7 +29,6 @@ class EngineModel:
     context_token_s: float = 27e-9  # time that each context token of a decode adds to a step
     chunk_tokens: int = 8192  # maximum tokens of a step, prefill and decode together
     max_sequences: int = 256  # maximum number of sequences in a step
-    watermark: float = 0.0  # share of the cache that an admission leaves free, as in vLLM
     # Part of the time to a first token that is no step, such as the network. It delays only its own
     # request.
     overhead_s: float = 0.0

@@ -1,16 +1,27 @@
 """The options of one model."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, create_model
 
+from kvroute.features import FEATURES
 from kvroute.settings import parsers
 from kvroute.settings.help import Option, option
 from kvroute.settings.options.common import ADAPTERS, WHOLE_CLUSTER, in_order
 from kvroute.settings.options.deployment import DeploymentOptions
-from kvroute.settings.options.features import FeatureOptions
 from kvroute.settings.options.replica import ReplicaOptions
 from kvroute.settings.options.router import RouterOptions
+
+# Only the sides of a feature read its options, as an instance of the feature's own class. So
+# nothing needs the types of the fields of this class.
+if TYPE_CHECKING:
+
+    class FeatureOptions(BaseModel):
+        """The options of all features."""
+
+else:
+    _CLASSES = tuple(options for each in FEATURES if (options := each.options()))
+    FeatureOptions = create_model("FeatureOptions", __base__=_CLASSES or BaseModel)
 
 
 class ModelOptions(FeatureOptions, ReplicaOptions, RouterOptions, DeploymentOptions):

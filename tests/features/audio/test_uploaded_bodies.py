@@ -13,8 +13,8 @@ from msgspec.msgpack import encode
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart, Upload
 from kvroute.features.audio import uploaded_bodies as bodies_module
+from kvroute.features.audio.audio_routes import upload
 from kvroute.features.audio.recordings import Recording
-from kvroute.features.audio.transcribing import upload
 from kvroute.features.audio.uploaded_bodies import HELD_LIMITS, UploadedBodies
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet

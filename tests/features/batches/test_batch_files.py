@@ -17,7 +17,7 @@ from kvroute.features.batches.records import FileRecord
 from kvroute.features.batches.service import BatchService, batch_service
 from kvroute.features.batches.stores.folder import Folder
 from kvroute.features.gate import ANYONE, Caller
-from kvroute.local.kept_logs import cluster_id
+from kvroute.local.launch import cluster_id
 from kvroute.router.api.errors import ApiError
 from tests.support.router_parts import fake_base
 

@@ -14,9 +14,7 @@ from kvroute.features.batches.service import batch_service
 from kvroute.features.gate import Caller
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.middleware.entrance import Entrance
-from kvroute.router.middleware.in_process import client_for
-from kvroute.router.middleware.roles import roles_for
+from kvroute.router.middleware.entrance import Entrance, client_for, roles_for
 from tests.support.gates import ClosedGate
 from tests.support.router_parts import fake_base
 from tests.support.routes import routes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvroute.features.changes.volatile import kind_of
+from kvroute.features.changes.router_changes import kind_of
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from kvroute.features.gate import Role
 from kvroute.features.keys import key_gate
 from kvroute.features.keys.key_file import new_file, new_key, write
 from kvroute.features.keys.key_gate import Failures, KeyGate
-from kvroute.router.middleware.entrance import Entrance
-from kvroute.router.middleware.roles import roles_for
+from kvroute.router.middleware.entrance import Entrance, roles_for
 from tests.support.routes import routes
 
 

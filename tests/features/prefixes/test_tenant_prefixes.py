@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from kvroute.features.prefixes.declarations import check_limits
 from kvroute.features.prefixes.named_prefix import Prefix
-from kvroute.features.prefixes.tenant_limits import check_limits
 from kvroute.router.api.errors import ApiError
 
 BLOCK = 4

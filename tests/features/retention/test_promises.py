@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.features.retention.promises import promises
+from kvroute.features.retention.router_retention import promises
 from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, parse_call
 from kvroute.router.api.sessions import hints_of, session_number
 from kvroute.router.sessions.turns import SessionHints

@@ -130,7 +130,7 @@ async def index(redis_url: str) -> AsyncIterator[Index]:
 async def router(index: Index, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Router]:
     monkeypatch.setattr("kvroute.router.index.feed.POLL_S", 0.05)
     monkeypatch.setattr("kvroute.router.index.feed.WAIT_MS", 10)
-    monkeypatch.setattr("kvroute.router.index.eviction_history.GENERATION", GENERATION)
+    monkeypatch.setattr("kvroute.router.index.mirror.GENERATION", GENERATION)
     router = Router(index)
     following = asyncio.create_task(router.feed.run())
     yield router

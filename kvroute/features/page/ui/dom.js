@@ -55,12 +55,6 @@ export function percent(part, total) {
   return `${Math.round(share)}%`;
 }
 
-/** A time of minutes or hours, in words. */
-export function duration(s) {
-  const [size, unit] = s < 120 ? [1, "second"] : s < 7200 ? [60, "minute"] : [3600, "hour"];
-  return plural(Math.max(1, Math.round(s / size)), unit);
-}
-
 export function seconds(s) {
   if (s === null || s === undefined) return "–";
   if (Math.abs(s) < 0.00005) return "0 s";

@@ -5,9 +5,9 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -17,7 +17,6 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.gate import OPEN, Caller, Gate
 from kvroute.features.responses.background.background_run import BackgroundRun
 from kvroute.features.responses.background.events import after
-from kvroute.features.responses.background.shared_reads import SharedReads
 from kvroute.features.responses.response_options import ResponseOptions
 from kvroute.features.responses.stores.background_store import (
     BackgroundBody,
@@ -51,6 +50,7 @@ NULL = b"null"
 FAILED = b"event: response.failed\n"  # beginning of the last event of a response that has failed
 # Headers that are not kept with a request: they concern the connection, or another request.
 OWN_HEADERS = ("x-request-id", "x-api-key", "x-forwarded-for", "x-forwarded-proto", "x-real-ip")
+Result = TypeVar("Result")
 
 
 class BackgroundResponses(RouterService):
@@ -341,3 +341,33 @@ def _queued(id_: str, created_at: int, body: Mapping[str, Any]) -> dict[str, Any
         "top_p": body.get("top_p"),
         "usage": None,
     }
+
+
+class SharedReads(Generic[Result]):
+    """The reads that run now, by name. A client that needs a value waits for a running read of it.
+
+    Each read ends by itself, since each call to Redis has a time limit.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[Hashable, asyncio.Future[Result]] = {}
+
+    async def result(self, name: Hashable, read: Callable[[], Awaitable[Result]]) -> Result:
+        """Return the result of the read with this name, which begins now unless it runs already.
+
+        If the caller is cancelled, the read goes on, since others may wait for it.
+
+        Raises:
+            Exception: the read has failed.
+        """
+        running = self._running.get(name)
+        if running is None or running.done():  # an ended one stays until its callback runs
+            running = self._running[name] = asyncio.ensure_future(read())
+            running.add_done_callback(partial(self._forget, name))
+        return await asyncio.shield(running)
+
+    def _forget(self, name: Hashable, ended: "asyncio.Future[Result]") -> None:
+        if self._running.get(name) is ended:
+            del self._running[name]
+        if not ended.cancelled():
+            ended.exception()  # its readers get it; if all have left, nobody needs it
