@@ -29,7 +29,6 @@ from kvroute.router.middleware.entrance import Entrance, gate_of
 from kvroute.router.middleware.known_routes import KnownRoutes
 from kvroute.router.middleware.open_requests import Admission
 from kvroute.router.middleware.origins import guard
-from kvroute.router.middleware.request_id import request_id
 from kvroute.router.middleware.stopping import LastAnswers, RunningAnswers
 from kvroute.router.observability import request_spans
 from kvroute.router.prompts.tokenizer import Prompts
@@ -207,8 +206,4 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    message = (
-        f"the router failed to answer; its log has the reason, at request {request_id(request)}"
-    )
-    return await _refuse(request, ApiError(500, message))
+    return await _refuse(request, openai_routes.failure(request, error))

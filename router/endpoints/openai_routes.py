@@ -1,5 +1,6 @@
 """OpenAI's HTTP routes, and /v1/route, which explains where a prompt would be sent."""
 
+import logging
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -50,6 +51,8 @@ from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 from kvroute.router.serving.request_handler import Generating
 
+log = logging.getLogger("kvroute.ingress")
+
 # Header that requests receipts in the response: they explain where each prompt was sent.
 RECEIPT = "x-kvroute-receipt"
 
@@ -86,10 +89,10 @@ class Answers:
                     await signs.refused(response)
                 else:
                     await response(scope, receive, signs.send)
-        except ApiError as error:
+        except Exception as error:
             if not signs.has_started:
                 raise
-            await signs.failed(error)
+            await signs.failed(error if isinstance(error, ApiError) else failure(request, error))
 
     async def respond(self, request: Request, entry: Entry, signs: SignsOfLife) -> Response:
         """Read the body, and return the response to it."""
@@ -124,6 +127,15 @@ routes.routes += [
         *STATELESS_ROUTES,
     )
 ]
+
+
+def failure(request: Request, error: Exception) -> ApiError:
+    """Log an error that nobody expected, and return what the client is told."""
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return ApiError(
+        500,
+        f"the router failed to answer; its log has the reason, at request {request_id(request)}",
+    )
 
 
 @routes.post("/v1/route")

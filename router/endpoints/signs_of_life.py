@@ -60,12 +60,13 @@ class SignsOfLife:
     async def _run(self) -> None:
         head = StreamingResponse((), media_type=EVENTS).raw_headers
         self.has_started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": head})
-        while not self._ended.is_set():
-            await self._body(sign_of_life(self._path), is_last=False)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._every_s):
-                    await self._ended.wait()
+        with suppress(OSError):  # the client has left
+            await self._send({"type": "http.response.start", "status": 200, "headers": head})
+            while not self._ended.is_set():
+                await self._body(sign_of_life(self._path), is_last=False)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._every_s):
+                        await self._ended.wait()
 
     async def send(self, message: Message) -> None:
         """Send a part of the response, except its start, which the first sign has sent."""
@@ -110,9 +111,10 @@ async def with_signs_of_life(
         try:
             while not (await asyncio.wait([following], timeout=every_s or None))[0]:
                 yield sign_of_life(path)
-        except BaseException:
-            following.cancel()
-            raise
+        finally:
+            if not following.done():
+                following.cancel()
+                await asyncio.wait([following])
         if (found := following.result()) is None:
             return
         yield found

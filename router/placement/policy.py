@@ -61,10 +61,8 @@ COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
 # Price of the blocks that copied blocks evict, as a multiple of the work that they cause later
 # according to the cache pressure.
 EVICTION_PRICE = 1.0
-# The term `eviction` of a replica whose cache is all held by running requests, as a multiple of the
-# time to compute the prompt's new part and of the pressure. With a smaller share, the term is
-# multiplied by that share to the power HELD_POWER, so that only nearly full replicas are avoided.
-EVICTION = 2.0
+# The term `eviction` is multiplied by the share of the cache that running requests hold to this
+# power, so that only nearly full replicas are avoided.
 HELD_POWER = 3
 # The term `rotation` of a replica that got twice as many new conversations as the mean, as a
 # multiple of `own`.
@@ -271,7 +269,7 @@ def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
         (1.0 + price) * candidate.setup_s,
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
-        EVICTION * prices.pressure * (own_s + copy_s) * candidate.held_share**HELD_POWER,
+        prices.pressure * (own_s + copy_s) * candidate.held_share**HELD_POWER,
     )
 
 
