@@ -40,11 +40,11 @@ class KnownRoutes:
             await self._app(scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
-        methods = self._methods(path)
-        if not methods and path.endswith("/"):
+        if path.endswith("/") and (methods := self._methods(path.rstrip("/"))):
             path = path.rstrip("/")
-            methods = self._methods(path)
             scope = {**scope, "path": path, "raw_path": path.encode()}
+        else:
+            methods = self._methods(path)
         if method in methods:
             await self._app(scope, receive, send)
         elif method == "HEAD" and "GET" in methods:

@@ -55,7 +55,7 @@ def send(cluster: Cluster, method: str, path: str, **options: Any) -> requests.R
         ({"data": b""}, 400, "invalid_json"),
         ({"data": b"[1]"}, 400, "invalid_json"),
         ({"data": b'{"model": "\xff"}'}, 400, "invalid_json"),
-        ({"data": b"\x1f\x8b", "headers": {"content-encoding": "gzip"}}, 400, "invalid_json"),
+        ({"data": b"\x1f\x8b", "headers": {"content-encoding": "gzip"}}, 400, "invalid_value"),
         ({"data": b"{}", "headers": TEXT}, 415, "unsupported_media_type"),
         ({"data": b"{}", "headers": OTHER_SITE}, 403, "foreign_origin"),
         ({"data": b"{}", "headers": {"host": "evil.example"}}, 403, "unknown_host"),

@@ -29,8 +29,12 @@ def client(*, is_open: bool = True) -> httpx2.AsyncClient:
     async def live() -> Response:
         return StreamingResponse(endless(), media_type="text/event-stream")
 
-    @http.get("/v1/files/{name}")
-    @http.delete("/v1/files/{name}")
+    @http.get("/v1/files")
+    async def files() -> Response:
+        return Response("all files")
+
+    @http.get("/v1/files/{name:path}")
+    @http.delete("/v1/files/{name:path}")
     async def file(name: str) -> Response:
         return Response(name)
 
@@ -48,7 +52,9 @@ def client(*, is_open: bool = True) -> httpx2.AsyncClient:
 async def test_a_slash_at_the_end_is_ignored(path: str) -> None:
     async with client() as http:
         answer = await http.post(path, json={})
+        listed = await http.get("/v1/files/")
     assert (answer.status_code, answer.text) == (200, "answer")
+    assert listed.text == "all files", "the path of a longer route takes an empty name, too"
 
 
 @pytest.mark.parametrize("path", ["/v1/cluster", "/v1/cluster/live", "/v1/files/a"])
@@ -63,7 +69,7 @@ async def test_head_has_the_head_of_get_and_no_body(path: str) -> None:
     ("method", "path", "status", "words"),
     [
         ("POST", "/v1/unknown", 404, "there is no route /v1/unknown. GET /docs"),
-        ("GET", "/v1/sleep/", 404, "there is no route /v1/sleep. GET /docs"),
+        ("GET", "/v1/sleep/", 404, "there is no route /v1/sleep/. GET /docs"),
         ("POST", "/sleep", 404, "kvroute does not have vLLM's route /sleep: it concerns"),
         ("PUT", "/v1/files/a", 405, "has no method PUT; use DELETE, GET, HEAD"),
         ("GET", "/v1/chat/completions", 405, "has no method GET; use POST"),
