@@ -25,11 +25,11 @@ class Decompressor(Protocol):
 
     @property
     def eof(self) -> bool:
-        """Whether the end of the compressed data was reached."""
+        """Return whether the end of the compressed data was reached."""
 
     @property
     def unused_data(self) -> bytes:
-        """What follows the end of the compressed data."""
+        """Return what follows the end of the compressed data."""
 
     def decompress(self, data: bytes, max_length: int, /) -> bytes:
         """Return up to `max_length` further bytes."""
