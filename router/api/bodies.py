@@ -74,14 +74,12 @@ class Bodies:
             ApiError: the body is too large or stopped, the client disconnected, or other bodies
                 take too much memory.
         """
-        size = 0
+        parts, size = BodyParts(request, silence_s=SILENCE_S), 0
         if request.headers.get("expect", "").lower() == "100-continue":
             # This client has not sent the body yet, and reads the answer first.
-            size = int(request.headers.get("content-length", 0))
-        parts = BodyParts(request, silence_s=SILENCE_S)
-        if size > self._limit:
-            raise self._too_large(f"{size}")
-        size = 0
+            announced = int(request.headers.get("content-length", 0))
+            if announced > self._limit:
+                raise self._too_large(f"{announced}")
         while (part := await parts.next()) is not None:
             size += len(part)
             if size > self._limit:

@@ -58,9 +58,6 @@ from kvroute.blocks.tiers import TierBlocks
 PRICE = 35.0  # alpha - 1 if the lower quartile of the waiting times is one Scale.busy_s
 MAX_PRICE = 40.0  # upper bound of alpha - 1
 COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
-# Price of the blocks that copied blocks evict, as a multiple of the work that they cause later
-# according to the cache pressure.
-EVICTION_PRICE = 1.0
 # The term `eviction` is multiplied by the share of the cache that running requests hold to this
 # power, so that only nearly full replicas are avoided.
 HELD_POWER = 3
@@ -97,7 +94,8 @@ class Term(NamedTuple):
         """Return the term of a candidate with this worth, multiplied by its price."""
         if self.price == "network":
             cost_s = prices.alpha * (self.seconds + self.others_s)
-            return (cost_s + prices.evicted * self.evicted_s) / prices.copy_uses
+            evicted_s = prices.pressure * prices.alpha * self.evicted_s  # computed again later
+            return (cost_s + evicted_s) / prices.copy_uses
         if self.price == "gpu":
             return (1.0 + (prices.alpha - 1.0) * worth) * self.seconds
         return self.seconds
@@ -167,7 +165,6 @@ class Prices:
     copy: float = COPY_PRICE  # surcharge for the term `copy`, as a multiple of it
     # Conversations that share the cost of `copy` and of copies over the network.
     copy_uses: float = 1.0
-    evicted: float = 0.0  # price of the blocks that a copy evicts, as a multiple of its `evicted_s`
     pressure: float = 0.0  # cache pressure, see pressure.py
 
 
@@ -207,17 +204,11 @@ def prices(
     # The factor with which the rules for rotation fade out: 1 if all replicas are idle.
     fade = (backlogs_s.count(0.0) / count) ** IDLE_POWER * max(0.0, 1.0 - pressure)
     alpha = 1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s)
-    evicted = EVICTION_PRICE * pressure * alpha
-    if not is_start:
-        return Prices(alpha, rotation=0.0, evicted=evicted, pressure=pressure)
-    if not forks:
-        return Prices(alpha, rotation=ROTATION * fade, evicted=evicted, pressure=pressure)
     return Prices(
         alpha,
-        rotation=ROTATION * fade,
-        copy=COPY_PRICE * (1.0 - fade),
+        rotation=ROTATION * fade if is_start else 0.0,
+        copy=COPY_PRICE * (1.0 - fade) if forks else COPY_PRICE,
         copy_uses=1.0 + fade * forks,
-        evicted=evicted,
         pressure=pressure,
     )
 

@@ -205,7 +205,7 @@ def test_in_a_busy_fleet_a_slow_replica_costs_no_more_than_its_time() -> None:
 
 
 def test_what_the_seconds_of_a_features_term_are_spent_on_decides_what_they_cost() -> None:
-    common = Prices(alpha=11.0, rotation=0.0, copy_uses=2.0, evicted=3.0)
+    common = Prices(alpha=11.0, rotation=0.0, copy_uses=2.0, pressure=3.0 / 11.0)
     plain, slow = replica("plain"), replica("slow", worth=0.5)
 
     def added_s(candidate: Candidate, *terms: Term) -> float:
