@@ -66,10 +66,10 @@ async def start_engines(
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
         return await _start_unpatched(settings, folder, reason)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
-    from kvroute.replica.vllm_engine.features import misfits
+    from kvroute.replica.vllm_engine.optional_parts import misfits
 
     off = await asyncio.to_thread(misfits)
-    reasons = [f"{feature.name}: off, because {reason}" for feature, reason in off.items()]
+    reasons = [f"{part.name}: off, because {reason}" for part, reason in off.items()]
     for reason in reasons:
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
     return await VllmEngine.start(
@@ -89,7 +89,7 @@ def _unfit() -> str:
         importlib.import_module("kvroute.replica.vllm_engine.async_llm")
     except (ImportError, AttributeError) as error:
         return str(error)
-    from kvroute.replica.vllm_engine.features import misfit_of_the_rest
+    from kvroute.replica.vllm_engine.optional_parts import misfit_of_the_rest
 
     return misfit_of_the_rest()
 

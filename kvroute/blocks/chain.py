@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature, fingerprints, namespaced, root
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan, fingerprints, namespaced, root
 
 
 class Scope(Struct, frozen=True):
@@ -41,7 +41,7 @@ class Space:
         self,
         token_ids: NDArray[np.uint32],
         scope: Scope,
-        features: Sequence[MediaFeature] = (),
+        media: Sequence[MediaSpan] = (),
         *,
         before: Sequence[Fingerprint] = (),
     ) -> list[Fingerprint]:
@@ -50,20 +50,20 @@ class Space:
         Args:
             token_ids: the tokens, shape (n,).
             scope: who may share the blocks.
-            features: images and other media; their offsets count from the first of `token_ids`.
+            media: images and other media; their offsets count from the first of `token_ids`.
             before: fingerprints of the blocks before `token_ids`.
         """
         size, parent = self.block_size, self._parent(scope, before)
         # Number of leading `token_ids` that all namespaces share.
         split = scope.shared_tokens - len(before) * size if scope.namespace else 0
         if not 0 < split < len(token_ids):
-            return fingerprints(token_ids, block_size=size, parent=parent, features=features)
-        shared = fingerprints(token_ids[:split], block_size=size, parent=parent, features=features)
+            return fingerprints(token_ids, block_size=size, parent=parent, media=media)
+        shared = fingerprints(token_ids[:split], block_size=size, parent=parent, media=media)
         return shared + fingerprints(
             token_ids[split:],
             block_size=size,
             parent=namespaced(shared[-1], scope.namespace),
-            features=[replace(feature, offset=feature.offset - split) for feature in features],
+            media=[replace(span, offset=span.offset - split) for span in media],
         )
 
     def _parent(self, scope: Scope, before: Sequence[Fingerprint]) -> Fingerprint:

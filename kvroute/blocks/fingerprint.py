@@ -33,14 +33,14 @@ def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
     return tuple(np.frombuffer(packed, dtype="<u8").tolist())
 
 
-class MediaFeature(Struct, frozen=True, array_like=True):
+class MediaSpan(Struct, frozen=True, array_like=True):
     """An image, a video or a sound in a prompt.
 
     The ids of its tokens do not depend on its content, so the fingerprints include `identifier`.
     """
 
     identifier: str  # vLLM's hash of the content: equal content has an equal hash
-    # Index of its first token in the token ids. It is negative if the feature begins in an earlier
+    # Index of its first token in the token ids. It is negative if the span begins in an earlier
     # part of the prompt.
     offset: int
     length: int  # tokens
@@ -73,26 +73,26 @@ def fingerprints(
     *,
     block_size: int,
     parent: Fingerprint,
-    features: Sequence[MediaFeature] = (),
+    media: Sequence[MediaSpan] = (),
 ) -> list[Fingerprint]:
     """Return one fingerprint per full block: `xxh3_64(block as little-endian u32, seed)`.
 
-    The seed is the parent's fingerprint, into which each of the block's features is mixed:
+    The seed is the parent's fingerprint, into which each of the block's media is mixed:
     `seed = xxh3_64(offset in the block as little-endian i64, then the identifier, seed)`.
 
     Args:
         token_ids: shape (n,); the last n % block_size ids do not fill a block and are ignored.
         block_size: tokens of one block.
         parent: the fingerprint before the first block.
-        features: sorted by offset; features that end before the token ids are ignored.
+        media: sorted by offset; media that end before the token ids are ignored.
     """
     full_blocks = len(token_ids) // block_size
     packed = np.ascontiguousarray(token_ids[: full_blocks * block_size], dtype="<u4")
     blocks: list[bytes] = packed.view(f"V{4 * block_size}").tolist()
     previous = parent
-    if not features:
+    if not media:
         return [previous := _block_hash(block, previous) for block in blocks]
-    remaining, ends = deque(features), range(block_size, len(packed) + 1, block_size)
+    remaining, ends = deque(media), range(block_size, len(packed) + 1, block_size)
     return [
         previous := _block_hash(
             block,
@@ -104,33 +104,33 @@ def fingerprints(
     ]
 
 
-def features_in(features: Sequence[MediaFeature], begin: int, end: int) -> list[MediaFeature]:
-    """Return the features that vLLM includes in its hash of the tokens [begin, end).
+def media_in(media: Sequence[MediaSpan], begin: int, end: int) -> list[MediaSpan]:
+    """Return the media that vLLM includes in its hash of the tokens [begin, end).
 
-    These are the features that overlap the tokens, up to and with the first one that extends beyond
-    `end`. If the last feature of the prompt ends at or before `begin`, vLLM includes none, even if
-    an earlier and longer feature overlaps the tokens.
+    These are the media that overlap the tokens, up to and with the first one that extends beyond
+    `end`. If the last span of the prompt ends at or before `begin`, vLLM includes none, even if
+    an earlier and longer span overlaps the tokens.
     """
-    included = list[MediaFeature]()
-    if not features or features[-1].end <= begin:
+    included = list[MediaSpan]()
+    if not media or media[-1].end <= begin:
         return included
-    for feature in features:
-        if feature.offset >= end:
+    for span in media:
+        if span.offset >= end:
             break
-        if feature.end > begin:
-            included.append(feature)
-        if feature.end > end:
+        if span.end > begin:
+            included.append(span)
+        if span.end > end:
             break
     return included
 
 
-def _mixed(parent: Fingerprint, begin: int, end: int, features: deque[MediaFeature]) -> Fingerprint:
-    """Return the seed of the block [begin, end); remove the first features that end before it."""
-    while features and features[0].end <= begin:
-        features.popleft()
+def _mixed(parent: Fingerprint, begin: int, end: int, media: deque[MediaSpan]) -> Fingerprint:
+    """Return the seed of the block [begin, end); remove the first media that end before it."""
+    while media and media[0].end <= begin:
+        media.popleft()
     seed = parent
-    for feature in features_in(features, begin, end):
-        seed = _block_hash(_pack_offset(feature.offset - begin) + feature.identifier.encode(), seed)
+    for span in media_in(media, begin, end):
+        seed = _block_hash(_pack_offset(span.offset - begin) + span.identifier.encode(), seed)
     return seed
 
 

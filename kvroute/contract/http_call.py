@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import Struct
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 
 PART_BYTES = 256 << 10  # largest part of an uploaded body that is in memory or on its way at once
 
@@ -71,7 +71,7 @@ class Rendered(Struct, frozen=True, array_like=True):
     token_ids: bytes = b""  # the first prompt's token ids, 4 little-endian bytes each
     is_text: bool = True  # the token ids are the whole prompt; False if it has images, for example
     refusal: HttpPart | None = None  # the response that refuses the body
-    features: tuple[MediaFeature, ...] = ()  # images and other media, sorted by offset
+    media: tuple[MediaSpan, ...] = ()  # images and other media, sorted by offset
     more: tuple["Rendered", ...] = ()  # the body's other prompts, in order
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvroute.blocks.chain import Scope, Space
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -128,9 +128,9 @@ class ServerBlocks:
             raise ValueError(f"{len(keys)} keys for {len(event.block_hashes)} blocks")
         chain, size = list(before), event.block_size
         for number, block_keys in enumerate(keys):  # each block can have images of its own
-            features, salt = _features_and_salt(block_keys or (), lora, is_first=not chain)
+            media, salt = _media_and_salt(block_keys or (), lora, is_first=not chain)
             block = ids[number * size : (number + 1) * size]
-            chain += self._space.chain(block, Scope(lora, salt), features, before=chain[-1:])
+            chain += self._space.chain(block, Scope(lora, salt), media, before=chain[-1:])
         return chain[len(before) :]
 
     def _remove(self, event: RemovedEvent, changes: list[KVEvent]) -> None:
@@ -148,9 +148,9 @@ class ServerBlocks:
             changes.append(BlockRemoved(gone))
 
 
-def _features_and_salt(
+def _media_and_salt(
     keys: Sequence[object], lora: str, *, is_first: bool
-) -> tuple[list[MediaFeature], str]:
+) -> tuple[list[MediaSpan], str]:
     """Return a block's images and cache salt.
 
     Args:
@@ -164,13 +164,13 @@ def _features_and_salt(
     rest = list(keys)
     if lora and rest and rest[0] == lora:
         rest.pop(0)
-    features, salt = list[MediaFeature](), ""
+    media, salt = list[MediaSpan](), ""
     for key in rest:
         if isinstance(key, list | tuple) and len(key) == 2 and isinstance(key[0], str):
             # The image's length is unknown; here it only has to reach into the block.
-            features.append(MediaFeature(key[0], key[1], max(1, 1 - key[1])))
+            media.append(MediaSpan(key[0], key[1], max(1, 1 - key[1])))
         elif isinstance(key, str) and is_first and not salt:
             salt = key
         else:
             raise ValueError(f"the meaning of the key {key!r} is unknown")
-    return features, salt
+    return media, salt

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.server_bodies import CHAT, MESSAGES, RESPONSES
@@ -39,8 +39,8 @@ async def render(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendere
 def unknown_prompt(tokens: int) -> Rendered:
     """Return a prompt of about this many tokens that matches no other prompt."""
     tokens = max(1, tokens)
-    never_equal = MediaFeature(secrets.token_hex(16), 0, tokens)
-    return Rendered(np.zeros(tokens, "<u4").tobytes(), is_text=False, features=(never_equal,))
+    never_equal = MediaSpan(secrets.token_hex(16), 0, tokens)
+    return Rendered(np.zeros(tokens, "<u4").tobytes(), is_text=False, media=(never_equal,))
 
 
 async def _by_render_route(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendered | None:
@@ -61,15 +61,15 @@ def _rendered(prompt: Any) -> Rendered:
     if not isinstance(prompt, dict) or not isinstance(prompt.get("token_ids"), list):
         raise UnknownPromptError
     packed = np.array(prompt["token_ids"], "<u4").tobytes()
-    features = sorted(_features(prompt.get("features") or {}), key=lambda image: image.offset)
-    return Rendered(packed, is_text=not features, features=tuple(features))
+    media = sorted(_media(prompt.get("features") or {}), key=lambda image: image.offset)
+    return Rendered(packed, is_text=not media, media=tuple(media))
 
 
-def _features(media: Mapping[str, Any]) -> Iterator[MediaFeature]:
+def _media(media: Mapping[str, Any]) -> Iterator[MediaSpan]:
     places = media.get("mm_placeholders") or {}
     for modality, hashes in (media.get("mm_hashes") or {}).items():
         for hash_, place in zip(hashes, places[modality], strict=True):
-            yield MediaFeature(str(hash_), int(place["offset"]), int(place["length"]))
+            yield MediaSpan(str(hash_), int(place["offset"]), int(place["length"]))
 
 
 async def _by_tokenize_route(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendered:

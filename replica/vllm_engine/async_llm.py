@@ -48,12 +48,12 @@ from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.engine_args import front_args
 from kvroute.replica.vllm_engine.facts import facts_of
-from kvroute.replica.vllm_engine.features import CONTINUATION, is_on
 from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
 from kvroute.replica.vllm_engine.http.sampling_checks import check_takes_tokens
+from kvroute.replica.vllm_engine.optional_parts import CONTINUATION, is_on
 from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
@@ -126,7 +126,7 @@ class VllmEngine(Engine):
             cores: The CPU cores for the engine's processes.
             host: The address on which a rank may listen for other replicas.
             secret: The replica's secret; empty: no rank listens.
-            unfit: Which features are off because they do not fit the installed vLLM, and why.
+            unfit: Which optional parts are off because they do not fit the installed vLLM, and why.
 
         Raises:
             CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.

@@ -9,7 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.generation import (
     GenerateRequest,
     TokenIds,
@@ -109,26 +109,24 @@ class Dispatcher:
             context.namespace,
             variant=context.variant,
             call=call,
-            shared_tokens=self.shared_tokens(token_ids, context.namespace, context.features),
+            shared_tokens=self.shared_tokens(token_ids, context.namespace, context.media),
         )
         losses = Losses()
         current = await self.start(request, context, losses)
         return Generation(self.start, request, call, context, current, losses)
 
-    def shared_tokens(
-        self, token_ids: TokenIds, namespace: str, features: Sequence[MediaFeature]
-    ) -> int:
+    def shared_tokens(self, token_ids: TokenIds, namespace: str, media: Sequence[MediaSpan]) -> int:
         """Return how many tokens at the start of a prompt are shared, whatever its cache salt is.
 
         Images are not shared: only token ids are.
 
         Args:
             namespace: the cache salt. Without it, 0 is returned, since all blocks are shared.
-            features: the prompt's images and the like.
+            media: the prompt's images and the like.
         """
         if not namespace:
             return 0
-        text = token_ids[: features[0].offset] if features else token_ids
+        text = token_ids[: media[0].offset] if media else token_ids
         return max((shared_tokens(text) for shared_tokens in self._shared_tokens), default=0)
 
     async def generate_further(
@@ -172,7 +170,7 @@ class Dispatcher:
                 running,
                 now_s,
                 request.scope,
-                context.features,
+                context.media,
                 is_known=not context.is_opaque,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)

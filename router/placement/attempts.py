@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.keep import RetentionHint, SessionTurn
@@ -116,7 +116,7 @@ class RequestContext(Struct, frozen=True):
     broken: Break | None = None  # first change from the chat's earlier prompt; None: no change
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response
     # Images, videos and sounds in the prompt; calls with several prompts have none.
-    features: tuple[MediaFeature, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
     urgency: Urgency = DEFAULT_URGENCY  # priority and share in the queue, and limits of the wait
     wait: Wait = NO_WAIT  # this prompt's wait in the router
     is_in_lane: bool = False  # whether this prompt gives way to others at its replica

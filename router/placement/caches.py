@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature, reusable_blocks
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan, reusable_blocks
 from kvroute.blocks.tiers import Tier, TierBlocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
@@ -77,11 +77,11 @@ class Caches:
         self,
         token_ids: TokenIds,
         scope: Scope = EVERYBODY,
-        features: Sequence[MediaFeature] = (),
+        media: Sequence[MediaSpan] = (),
     ) -> list[Fingerprint]:
         """Return the fingerprints of the prompt's blocks that later prompts can reuse."""
         blocks = self.reusable(len(token_ids))
-        return self._space.chain(token_ids[: blocks * self.block_size], scope, features)
+        return self._space.chain(token_ids[: blocks * self.block_size], scope, media)
 
     def reusable(self, prompt_tokens: int) -> int:
         """Return how many blocks of a prompt of this length a later prompt can reuse."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
@@ -90,7 +90,7 @@ class Fleet:
         running: Sequence[str],
         now_s: float,
         scope: Scope = EVERYBODY,
-        features: Sequence[MediaFeature] = (),
+        media: Sequence[MediaSpan] = (),
         *,
         is_known: bool = True,
     ) -> Placement:
@@ -103,11 +103,11 @@ class Fleet:
             running: the replicas that may get the prompt.
             scope: which prompts may share blocks with this one: those with its namespace and for
                 its variant of the model.
-            features: images, videos and sounds in the prompt.
+            media: images, videos and sounds in the prompt.
             is_known: whether these are the tokens of the prompt. False: only their number counts,
                 and no replica has them cached.
         """
-        chain = self.caches.chain(token_ids, scope, features) if is_known else []
+        chain = self.caches.chain(token_ids, scope, media) if is_known else []
         if variant := scope.variant:
             running = self.usable(variant, running) or running
         placement = self.place_chain(chain, len(token_ids), running, now_s, variant=variant)

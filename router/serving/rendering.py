@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 from msgspec import Struct
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall, HttpPart, decode_rendered, encode_call
 from kvroute.features.opening import Opening
@@ -51,9 +51,7 @@ class RenderedCall(Struct, frozen=True):
     # are only used for placement.
     is_rendered: bool = True
     has_prefix: bool = False  # True: the prompts start with an opening, which the body lacks
-    features: tuple[
-        MediaFeature, ...
-    ] = ()  # images, videos and sounds; only in calls with one prompt
+    media: tuple[MediaSpan, ...] = ()  # images, videos and sounds; only if it has one prompt
     image: int | None = None  # a hash of the first image; None: there are no images
 
     @property
@@ -61,15 +59,15 @@ class RenderedCall(Struct, frozen=True):
         """Return the number of tokens of all prompts."""
         return sum(map(len, self.token_ids))
 
-    def placed_features(self) -> tuple[MediaFeature, ...]:
-        """Return the features from which the fingerprints for placement are computed.
+    def placed_media(self) -> tuple[MediaSpan, ...]:
+        """Return the media from which the fingerprints for placement are computed.
 
-        If the request must not read the cache, they include a random feature, so that no replica
+        If the request must not read the cache, they include a random one, so that no replica
         has a hit.
         """
         if self.call.reads_cache:
-            return self.features
-        return MediaFeature(secrets.token_hex(16), 0, 1), *self.features
+            return self.media
+        return MediaSpan(secrets.token_hex(16), 0, 1), *self.media
 
     def prompts(self) -> Iterator[tuple[TokenIds, HttpCall]]:
         """Yield each prompt's token ids, and the HTTP request that the replica gets with them."""
@@ -164,7 +162,7 @@ class Renderer:
         rendered = await self._in_replica(call, problem)
         if opening is None:
             return rendered
-        ids = opening.before(rendered.token_ids, has_media=bool(rendered.features))
+        ids = opening.before(rendered.token_ids, has_media=bool(rendered.media))
         return RenderedCall(rendered.call, ids, has_prefix=True)
 
     async def _chat(self, call: Call, opening: Opening | None) -> TokenIds:
@@ -206,6 +204,6 @@ class Renderer:
             call,
             [token_ids_of(prompt.token_ids) for prompt in prompts],
             all(prompt.is_text for prompt in prompts) and not call.needs_prompt_text,
-            features=() if any(prompt.is_text for prompt in rendered.more) else rendered.features,
+            media=() if any(prompt.is_text for prompt in rendered.more) else rendered.media,
             image=image,
         )

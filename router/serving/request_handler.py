@@ -115,15 +115,13 @@ class RequestHandler:
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.opening)
         broken = self._broken(expanded, rendered, context.variant, is_sent=False)
-        features = rendered.placed_features()
+        media = rendered.placed_media()
         receipts = []
         async for prompt in one_by_one(rendered.token_ids):
             running, now_s = self._parts.liveness.trusted(), time.monotonic()
-            shared_tokens = self._parts.dispatcher.shared_tokens(
-                prompt, context.namespace, features
-            )
+            shared_tokens = self._parts.dispatcher.shared_tokens(prompt, context.namespace, media)
             scope = Scope(context.variant, context.namespace, shared_tokens)
-            placement = self._parts.fleet.place(prompt, running, now_s, scope, features)
+            placement = self._parts.fleet.place(prompt, running, now_s, scope, media)
             why = self._parts.fleet.recognise(placement, context).evicted_why
             receipts.append(receipt(placement, policy=self._policy, broken=broken, evicted_why=why))
         return receipts
@@ -163,7 +161,7 @@ class RequestHandler:
             prompts=len(rendered.token_ids),
             kept_tokens=opening.kept_tokens if opening and expanded.call.reads_cache else 0,
             broken=self._broken(expanded, rendered, context.variant, is_sent=True),
-            features=rendered.placed_features(),
+            media=rendered.placed_media(),
         )
 
     def _broken(

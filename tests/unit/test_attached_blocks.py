@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
 from kvroute.replica.attached_engine.sent_blocks import SentBlocks
 from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
@@ -27,7 +27,7 @@ def stored(
     first: int = 0,
     salt: str = "",
     lora: str | None = None,
-    images: Sequence[MediaFeature] = (),
+    images: Sequence[MediaSpan] = (),
     **more: object,
 ) -> StoredEvent:
     """The event for a prompt's full blocks from number `first` on, as vLLM publishes it."""
@@ -57,7 +57,7 @@ def stored(
 
 
 def chain(
-    prompt: Sequence[int], scope: Scope = EVERYBODY, images: Sequence[MediaFeature] = ()
+    prompt: Sequence[int], scope: Scope = EVERYBODY, images: Sequence[MediaSpan] = ()
 ) -> list[int]:
     ids = np.array(prompt[: len(prompt) // SIZE * SIZE], np.uint32)
     return [int(each) for each in SPACE.chain(ids, scope, images)]
@@ -88,7 +88,7 @@ def test_blocks_in_several_events_have_the_same_fingerprints(
 
 
 def test_images_are_part_of_the_fingerprints() -> None:
-    image = MediaFeature("digest", 2, SIZE)  # it reaches into the second block
+    image = MediaSpan("digest", 2, SIZE)  # it reaches into the second block
     expected = chain(PROMPT, images=[image])
     assert held(ServerBlocks(SPACE), stored(PROMPT, images=[image])) == {*expected}
 

@@ -186,7 +186,7 @@ async def test_a_prompt_that_is_not_known_matches_no_other(body: Any) -> None:
     first, second = [await render(client, URL, call) for _ in range(2)]
     assert not first.is_text
     assert first.refusal is None, "the server itself refuses the body"
-    assert first.features != second.features
+    assert first.media != second.media
 
 
 def test_a_file_adds_servers_and_may_change(tmp_path: Path) -> None:

@@ -243,8 +243,8 @@ def test_a_request_that_cannot_use_the_cache_is_placed_without_cache_hits(
     assert rendered.call.reads_cache == reads_cache
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     plain, *chains = [
-        tuple(fleet.caches.chain(rendered.token_ids[0], EVERYBODY, features))
-        for features in ((), rendered.placed_features(), rendered.placed_features())
+        tuple(fleet.caches.chain(rendered.token_ids[0], EVERYBODY, media))
+        for media in ((), rendered.placed_media(), rendered.placed_media())
     ]
     assert len({chain[0] for chain in (plain, *chains)}) == (1 if reads_cache else 3)
 

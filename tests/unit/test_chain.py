@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope, Space
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 
 BLOCK = 4
 SPACE = Space("m", "r", BLOCK)
@@ -23,10 +23,10 @@ def chain(
     token_ids: list[int],
     scope: Scope,
     before: list[Fingerprint] | None = None,
-    features: list[MediaFeature] | None = None,
+    media: list[MediaSpan] | None = None,
 ) -> list[Fingerprint]:
     packed = np.array(token_ids, np.uint32)
-    return SPACE.chain(packed, scope, features or [], before=before or [])
+    return SPACE.chain(packed, scope, media or [], before=before or [])
 
 
 def may_share(block: int, one: Scope, other: Scope) -> bool:
@@ -61,11 +61,11 @@ def test_blocks_are_shared_exactly_where_tokens_and_scopes_allow_it(
 def test_a_chain_can_be_continued_from_any_of_its_blocks(
     token_ids: list[int], scope: Scope, blocks: int
 ) -> None:
-    cat = MediaFeature("cat", 5, 9)
-    whole = chain(token_ids, scope, features=[cat])
+    cat = MediaSpan("cat", 5, 9)
+    whole = chain(token_ids, scope, media=[cat])
     begun, rest = whole[:blocks], token_ids[blocks * BLOCK :]
-    moved = [MediaFeature("cat", cat.offset - blocks * BLOCK, cat.length)]
-    assert begun + chain(rest, scope, before=begun, features=moved) == whole or len(begun) < blocks
+    moved = [MediaSpan("cat", cat.offset - blocks * BLOCK, cat.length)]
+    assert begun + chain(rest, scope, before=begun, media=moved) == whole or len(begun) < blocks
 
 
 def test_the_shared_part_has_equal_fingerprints_in_all_namespaces_and_the_rest_does_not() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from starlette.requests import ClientDisconnect
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.config import SimulatedConfig
@@ -139,11 +139,11 @@ class Client:
 
 async def test_images_with_equal_content_go_to_the_same_replica() -> None:
     client, prompt = Client(3, IMMORTAL, IMMORTAL), np.full(100, 7, np.uint32)
-    cat, dog = (MediaFeature("cat", 40, 20),), (MediaFeature("dog", 40, 20),)
+    cat, dog = (MediaSpan("cat", 40, 20),), (MediaSpan("dog", 40, 20),)
     now_s = time.monotonic()
     async with client.serving():
-        for features in (cat, dog):
-            context = RequestContext(now_s, features=features)
+        for media in (cat, dog):
+            context = RequestContext(now_s, media=media)
             generation = await client.dispatcher.generate(prompt, completion(), context)
             while await generation.next():
                 pass

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import (
     Fingerprint,
-    MediaFeature,
+    MediaSpan,
     fingerprints,
     reusable_blocks,
     root,
@@ -20,17 +20,17 @@ token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 def chain(
-    ids: list[int], parent: Fingerprint = ROOT, features: Sequence[MediaFeature] = ()
+    ids: list[int], parent: Fingerprint = ROOT, media: Sequence[MediaSpan] = ()
 ) -> list[Fingerprint]:
-    return fingerprints(np.array(ids, np.uint32), block_size=4, parent=parent, features=features)
+    return fingerprints(np.array(ids, np.uint32), block_size=4, parent=parent, media=media)
 
 
 @st.composite
-def feature_lists(draw: st.DrawFn) -> list[MediaFeature]:
+def media_lists(draw: st.DrawFn) -> list[MediaSpan]:
     """Sorted by offset; some overlap."""
     places = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6))
     names = st.sampled_from(["cat", "dog", "cow"])
-    return [MediaFeature(draw(names), *place) for place in sorted(places)]
+    return [MediaSpan(draw(names), *place) for place in sorted(places)]
 
 
 def test_the_fingerprints_are_pinned() -> None:
@@ -39,8 +39,8 @@ def test_the_fingerprints_are_pinned() -> None:
     assert parent == 0x0E56778B9C385797
     ids = [1, 2, 3, 4, 5, 6, 7, 2**32 - 1]
     assert chain(ids, parent) == [0x26EA7540DFE902F2, 0xD84409150D7C7FC2]
-    features = [MediaFeature("cat", 1, 2), MediaFeature("dog", 3, 9)]
-    assert chain(ids, parent, features=features) == [0xFDCD2EB03DC0038F, 0xD8312C9D854205A]
+    media = [MediaSpan("cat", 1, 2), MediaSpan("dog", 3, 9)]
+    assert chain(ids, parent, media=media) == [0xFDCD2EB03DC0038F, 0xD8312C9D854205A]
 
 
 @given(token_ids, token_ids)
@@ -60,30 +60,27 @@ def test_a_chain_continues_from_any_of_its_blocks(ids: list[int], cut: int) -> N
     assert whole[:cut] + chain(ids[4 * cut :], parent) == whole
 
 
-@given(feature_lists(), st.integers(0, 20))
-def test_so_it_does_amid_images(features: list[MediaFeature], cut: int) -> None:
+@given(media_lists(), st.integers(0, 20))
+def test_so_it_does_amid_images(media: list[MediaSpan], cut: int) -> None:
     ids = [7] * 80
-    whole = chain(ids, features=features)
+    whole = chain(ids, media=media)
     parent = whole[cut - 1] if cut else ROOT
-    rest = [
-        MediaFeature(feature.identifier, feature.offset - 4 * cut, feature.length)
-        for feature in features
-    ]
+    rest = [MediaSpan(span.identifier, span.offset - 4 * cut, span.length) for span in media]
     assert whole[:cut] + chain(ids[4 * cut :], parent, rest) == whole
 
 
 def test_prompts_share_fingerprints_as_far_as_their_images_are_the_same() -> None:
-    ids, cat, dog = [7] * 40, MediaFeature("cat", 6, 5), MediaFeature("dog", 20, 9)
-    one = chain(ids, features=[cat, dog])
+    ids, cat, dog = [7] * 40, MediaSpan("cat", 6, 5), MediaSpan("dog", 20, 9)
+    one = chain(ids, media=[cat, dog])
     for others, same in (
         ([], 1),
-        ([MediaFeature("cow", 6, 5), dog], 1),
-        ([MediaFeature("cat", 5, 5), dog], 1),
+        ([MediaSpan("cow", 6, 5), dog], 1),
+        ([MediaSpan("cat", 5, 5), dog], 1),
         ([cat], 5),
-        ([cat, MediaFeature("dog", 21, 9)], 5),
-        ([cat, dog, MediaFeature("cow", 32, 1)], 8),
+        ([cat, MediaSpan("dog", 21, 9)], 5),
+        ([cat, dog, MediaSpan("cow", 32, 1)], 8),
     ):
-        other = chain(ids, features=others)
+        other = chain(ids, media=others)
         assert [a == b for a, b in zip(one, other, strict=True)] == [i < same for i in range(10)]
 
 

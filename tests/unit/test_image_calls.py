@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.http_call import Rendered, decode_call, encode_rendered
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
@@ -46,8 +46,8 @@ class Router:
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)
         (message,) = json.loads(decode_call(packed).body)["messages"]
-        shown = MediaFeature(message["content"][0]["source"]["data"], SHOWN, 20)
-        return encode_rendered(Rendered(IDS.tobytes(), is_text=False, features=(shown,)))
+        shown = MediaSpan(message["content"][0]["source"]["data"], SHOWN, 20)
+        return encode_rendered(Rendered(IDS.tobytes(), is_text=False, media=(shown,)))
 
     async def ask(self, image: str) -> tuple[str, str]:
         """Send a chat with this image; return the replicas that rendered it and that got it."""
@@ -56,9 +56,9 @@ class Router:
         body = json.dumps({"model": "m", "max_tokens": 4, "messages": messages}).encode()
         call = parse_call(MESSAGES, body)
         rendered = await self.renderer.render(call, None)
-        assert [feature.identifier for feature in rendered.features] == [image]
+        assert [span.identifier for span in rendered.media] == [image]
         assert rendered.image is not None
-        context = RequestContext(time.monotonic(), features=rendered.features)
+        context = RequestContext(time.monotonic(), media=rendered.media)
         ((prompt, http),) = rendered.prompts()
         generation = await self.dispatcher.generate(prompt, http, context)
         generation.close()

@@ -28,7 +28,7 @@ ORDER = (
     "kvroute.replica.sim_engine",
     "kvroute.replica.vllm_engine.compat",
     "kvroute.replica.vllm_engine.hooks",
-    "kvroute.replica.vllm_engine.features",
+    "kvroute.replica.vllm_engine.optional_parts",
     "kvroute.replica.vllm_engine.replaced",
     "kvroute.replica.vllm_engine.process",
     "kvroute.replica.vllm_engine.blocks",

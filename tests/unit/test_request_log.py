@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord, TierFacts
@@ -65,7 +65,7 @@ class Router:
         *,
         stop_after: int | None = None,
         broken: Break | None = None,
-        features: Sequence[MediaFeature] = (),
+        media: Sequence[MediaSpan] = (),
         tenant: str = "",
         urgency: Urgency = DEFAULT_URGENCY,
         wait: Wait = NO_WAIT,
@@ -76,7 +76,7 @@ class Router:
         token_ids = np.arange(prompt, dtype=np.uint32)
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
-        placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
+        placement = self.fleet.place(token_ids, ["a"], now_s, media=media)
         context = RequestContext(
             now_s, broken=broken, entry=Entry(tenant), urgency=urgency, wait=wait, hints=hints
         )
@@ -154,7 +154,7 @@ async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -
 
 async def test_other_images_have_other_ids(router: Router) -> None:
     for name in ("cat", "dog", "cat"):
-        await router.answer(600, features=[MediaFeature(name, 300, 50)])
+        await router.answer(600, media=[MediaSpan(name, 300, 50)])
     cat, dog, again = [line["hash_ids"] for line in await logged(router)]
     assert cat == again
     assert [one == other for one, other in zip(cat, dog, strict=True)] == [True, True, False, False]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvroute.process import vllm_build
-from kvroute.replica.vllm_engine import features, hooks
+from kvroute.replica.vllm_engine import hooks, optional_parts
 from kvroute.replica.vllm_engine.hooks import GoneError, as_installed, listed, name_of
 from tests.support.documents import ROOT
 from tests.support.hooks import imported, replaced
@@ -39,7 +39,7 @@ def test_names_that_moved_are_found() -> None:
 @pytest.fixture
 def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the installed version of vLLM be one that was not tested."""
-    caches = (features.misfit, features.misfit_of_the_rest)
+    caches = (optional_parts.misfit, optional_parts.misfit_of_the_rest)
     for cached in caches:
         cached.cache_clear()
     monkeypatch.setattr(vllm_build, "TESTED", ("none",))
@@ -53,12 +53,12 @@ MODULES = [(module, hook) for module, hooks_ in hooks.by_module().items() for ho
 
 @pytest.mark.usefixtures("untested")
 @pytest.mark.parametrize(("module", "hook"), MODULES, ids=[name_of(hook) for _, hook in MODULES])
-def test_each_broken_hook_switches_its_feature_off(
+def test_each_broken_hook_switches_its_part_off(
     module: str, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hook that no feature has for itself switches all of kvroute's changes off."""
+    """A hook that no part has for itself switches all of kvroute's changes off."""
     name = name_of(hook)
-    monkeypatch.setattr(features, "by_module", lambda: {module: [hook]})
+    monkeypatch.setattr(optional_parts, "by_module", lambda: {module: [hook]})
     original = hooks._object
 
     def without(wanted: str) -> object:
@@ -68,20 +68,20 @@ def test_each_broken_hook_switches_its_feature_off(
 
     monkeypatch.setattr(hooks, "_object", without)
     expected = {
-        feature: f"{name} is gone"
-        for feature in features.FEATURES
-        if module.startswith(feature.modules)
+        part: f"{name} is gone"
+        for part in optional_parts.OPTIONAL_PARTS
+        if module.startswith(part.modules)
     }
-    assert features.misfits() == expected
-    assert features.misfit_of_the_rest() == ("" if expected else f"{name} is gone")
+    assert optional_parts.misfits() == expected
+    assert optional_parts.misfit_of_the_rest() == ("" if expected else f"{name} is gone")
 
 
 @pytest.mark.usefixtures("untested")
-def test_all_features_are_on_if_all_hooks_fit() -> None:
-    assert features.misfits() == {}
-    assert features.misfit_of_the_rest() == ""
-    for feature in features.FEATURES:
-        assert any(module.startswith(feature.modules) for module in hooks.by_module())
+def test_all_parts_are_on_if_all_hooks_fit() -> None:
+    assert optional_parts.misfits() == {}
+    assert optional_parts.misfit_of_the_rest() == ""
+    for part in optional_parts.OPTIONAL_PARTS:
+        assert any(module.startswith(part.modules) for module in hooks.by_module())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, RESPONSES
 from kvroute.router.prompts.chat_template import without_header
 
 if TYPE_CHECKING:
-    from kvroute.blocks.fingerprint import MediaFeature
+    from kvroute.blocks.fingerprint import MediaSpan
     from kvroute.contract.generation import TokenIds
     from kvroute.features.expanded import Expanded
     from kvroute.router.prompts.tokenizer import Prompts
@@ -58,7 +58,7 @@ class RouterChanges(RouterFeature):
         scope = f"{variant}|{opening.name if opening else ''}|{call.cache_salt}"
         prompt = rendered.token_ids[0]
         compare = self._chats.store if is_sent else self._chats.compare
-        ids = with_image_numbers(prompt, rendered.features)
+        ids = with_image_numbers(prompt, rendered.media)
         broken = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
         if broken and broken.difference.after.tokens <= MAX_TOKENS:
             text = self._tokenizer.decode(prompt[broken.difference.around(CONTEXT_TOKENS)])
@@ -72,19 +72,17 @@ class RouterChanges(RouterFeature):
         return figures(self._places.as_json())
 
 
-def with_image_numbers(token_ids: "TokenIds", features: Sequence["MediaFeature"]) -> "TokenIds":
+def with_image_numbers(token_ids: "TokenIds", media: Sequence["MediaSpan"]) -> "TokenIds":
     """Return the token ids, with the tokens of each image replaced by a hash of the image.
 
     Without this, prompts with different images would be equal, since all images have the same
     placeholder tokens.
     """
-    if not features:
+    if not media:
         return token_ids
     numbered = token_ids.copy()
-    for feature in features:
-        numbered[feature.offset : feature.end] = np.uint32(
-            xxh32_intdigest(feature.identifier.encode())
-        )
+    for span in media:
+        numbered[span.offset : span.end] = np.uint32(xxh32_intdigest(span.identifier.encode()))
     return numbered
 
 

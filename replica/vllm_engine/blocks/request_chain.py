@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
-from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
+from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.replica.vllm_engine.blocks.cache_salt import scope_of
 
 
@@ -64,7 +64,7 @@ class RequestChain:
         start = len(self._fingerprints) * unit
         ids = np.array(request.all_token_ids[start:end], np.int64).astype(np.uint32)
         self._fingerprints += self._space.chain(
-            ids, scope_of(request), _features_from(request, start), before=self._fingerprints
+            ids, scope_of(request), _media_from(request, start), before=self._fingerprints
         )
 
 
@@ -76,17 +76,15 @@ def chain_of(request: Request, space: Space) -> RequestChain:
     return chain
 
 
-def _features_from(request: Request, start: int) -> list[MediaFeature]:
+def _media_from(request: Request, start: int) -> list[MediaSpan]:
     """Return the request's multimodal features, with offsets relative to token `start`.
 
-    Returns an empty list if all features end before `start`.
+    Returns an empty list if all media end before `start`.
     """
-    features = request.mm_features
-    if not features or features[-1].mm_position.offset + features[-1].mm_position.length <= start:
+    media = request.mm_features
+    if not media or media[-1].mm_position.offset + media[-1].mm_position.length <= start:
         return []
     return [
-        MediaFeature(
-            feature.identifier, feature.mm_position.offset - start, feature.mm_position.length
-        )
-        for feature in features
+        MediaSpan(span.identifier, span.mm_position.offset - start, span.mm_position.length)
+        for span in media
     ]

@@ -36,8 +36,8 @@ from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core.lane import BatchLane
-from kvroute.replica.vllm_engine.features import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
+from kvroute.replica.vllm_engine.optional_parts import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.process.quick_end import end_quickly
 from kvroute.replica.vllm_engine.replaced import IN_ENGINE, apply

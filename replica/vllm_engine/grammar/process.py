@@ -178,8 +178,8 @@ class Compiler:
     def __init__(self, config: Any) -> None:
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from kvroute.replica.vllm_engine.features import GRAMMARS, is_on
         from kvroute.replica.vllm_engine.grammar.backends import Grammars
+        from kvroute.replica.vllm_engine.optional_parts import GRAMMARS, is_on
 
         self._config = config
         self._manager = StructuredOutputManager(config)

@@ -11,7 +11,7 @@ from vllm.config import KVTransferConfig
 from kvroute.contract.generation import CannotRunError
 from kvroute.replica.fabric.pull import FEATURE, PullSettings
 from kvroute.replica.vllm_engine.blocks.division import Division
-from kvroute.replica.vllm_engine.features import HOST_MEMORY, SLOWER_TIERS, is_on
+from kvroute.replica.vllm_engine.optional_parts import HOST_MEMORY, SLOWER_TIERS, is_on
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.generation import (
     NO_TOKENS,
     Chunk,
@@ -46,7 +46,6 @@ from kvroute.replica.vllm_engine.core.continued import (
     repeated_outputs,
 )
 from kvroute.replica.vllm_engine.core.priority import priority_of
-from kvroute.replica.vllm_engine.features import CONTINUATION, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http import option_names
@@ -54,6 +53,7 @@ from kvroute.replica.vllm_engine.http.sampling_checks import (
     check_prompt_logprobs,
     check_tokens_fit_grammar,
 )
+from kvroute.replica.vllm_engine.optional_parts import CONTINUATION, GRAMMARS, is_on
 
 log = logging.getLogger("kvroute.replica")
 
@@ -345,23 +345,23 @@ def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
     """Convert a prompt that vLLM has rendered to a Rendered."""
     if prompt["type"] == "embeds":
         ids = [0] * len(prompt["prompt_embeds"])
-        # The feature is random, so that the prompt's fingerprints match no other prompt.
-        features = [MediaFeature(secrets.token_hex(16), 0, len(ids))]
+        # The span is random, so that the prompt's fingerprints match no other prompt.
+        media = [MediaSpan(secrets.token_hex(16), 0, len(ids))]
     else:
-        ids, features = prompt["prompt_token_ids"], _features(prompt)
+        ids, media = prompt["prompt_token_ids"], _media(prompt)
     packed = np.array(ids, "<u4").tobytes()
-    return Rendered(packed, is_text=prompt["type"] == "token", features=tuple(features))
+    return Rendered(packed, is_text=prompt["type"] == "token", media=tuple(media))
 
 
-def _features(prompt: Mapping[str, Any]) -> list[MediaFeature]:
+def _media(prompt: Mapping[str, Any]) -> list[MediaSpan]:
     if prompt["type"] != "multimodal":
         return []
-    features = [
-        MediaFeature(identifier, place.offset, place.length)
+    media = [
+        MediaSpan(identifier, place.offset, place.length)
         for modality, places in prompt["mm_placeholders"].items()
         for identifier, place in zip(prompt["mm_hashes"][modality], places, strict=True)
     ]
-    return sorted(features, key=lambda feature: feature.offset)
+    return sorted(media, key=lambda span: span.offset)
 
 
 def _unwrapped(error: Exception) -> Exception:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.blocks.fingerprint import MediaFeature
+from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.generation import TokenIds
 from kvroute.features.changes.differences import PROBE_TOKENS, difference
 from kvroute.features.changes.router_changes import with_image_numbers
@@ -42,8 +42,7 @@ def test_dropped_messages_are_a_change_to_nothing() -> None:
 def test_another_image_is_a_difference_although_its_tokens_are_the_same() -> None:
     prompt = np.concatenate([HEAD, np.full(30, 7, np.uint32), REST])
     cat, dog = [
-        with_image_numbers(prompt, [MediaFeature(name, len(HEAD) + 2, 20)])
-        for name in ("cat", "dog")
+        with_image_numbers(prompt, [MediaSpan(name, len(HEAD) + 2, 20)]) for name in ("cat", "dog")
     ]
     change = difference(cat, dog, seed=5)
     assert change is not None

@@ -60,12 +60,12 @@ class Seeing(Routed):
         call = call_of(*contents, max_tokens=max_tokens, **({"cache_salt": salt} if salt else {}))
         rendered = await self.running.engine.render(call)
         ids = np.frombuffer(rendered.token_ids, "<u4")
-        placement = self.fleet.place(ids, [REPLICA], 0.0, Scope(namespace=salt), rendered.features)
+        placement = self.fleet.place(ids, [REPLICA], 0.0, Scope(namespace=salt), rendered.media)
         chunks = await self.running.run(GenerateRequest("r", ids, salt, call=call))
         assert status_of(chunks) == 200, data_of(chunks)
         assert placement.expected_tokens(REPLICA) == chunks[0].cached_tokens
         answer = json.loads(data_of(chunks))["choices"][0]["message"]["content"]
-        starts = [feature.offset for feature in rendered.features]
+        starts = [span.offset for span in rendered.media]
         return Asked(chunks[0].cached_tokens, starts, len(ids), answer)
 
     async def refusal(self, *contents: Content) -> tuple[int, int]:
@@ -257,7 +257,7 @@ async def test_while_an_image_is_loaded_others_are_answered(seeing: Seeing) -> N
         assert await seeing.running.ask(prompt_of(40, seed=1))
         assert not rendering.done()
         go_on.set()
-        assert (await rendering).features
+        assert (await rendering).media
 
 
 @contextmanager

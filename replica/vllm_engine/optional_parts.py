@@ -1,7 +1,7 @@
-"""Features of kvroute's engine that can be off while everything else works.
+"""Parts of kvroute's engine that can be off while everything else works.
 
 Each of them needs hooks of its own: those that hooks.txt lists for its modules. If one of these
-does not fit the installed vLLM, only this feature is off. If any other hook does not fit, replicas
+does not fit the installed vLLM, only this part is off. If any other hook does not fit, replicas
 run vLLM without any of kvroute's changes.
 """
 
@@ -13,25 +13,25 @@ from kvroute.process import vllm_build
 from kvroute.replica.vllm_engine.hooks import by_module, problems
 
 
-class EngineFeature(NamedTuple):
-    """A feature that can be off."""
+class OptionalPart(NamedTuple):
+    """A part that can be off."""
 
     name: str  # its name in sentences for users
     modules: tuple[str, ...]  # the modules with its hooks, or the beginnings of their names
 
 
-HOST_MEMORY = EngineFeature(
+HOST_MEMORY = OptionalPart(
     "host memory",
     ("host/connector.py", "host/copies.py", "host/events.py", "host/policy.py", "host/tier.py"),
 )
-SLOWER_TIERS = EngineFeature(
+SLOWER_TIERS = OptionalPart(
     "pulls from other replicas and the disk cache",
     ("host/spec.py", "host/peers.py", "host/disk.py", "host/disk_index.py", "host/block_facts.py"),
 )
-BATCH_LANE = EngineFeature("the lane of batch requests", ("core/lane.py",))
-CONTINUATION = EngineFeature("continuing answers", ("core/continued.py",))
-GRAMMARS = EngineFeature("several backends of grammars", ("grammar/backends.py",))
-FEATURES: Sequence[EngineFeature] = (
+BATCH_LANE = OptionalPart("the lane of batch requests", ("core/lane.py",))
+CONTINUATION = OptionalPart("continuing answers", ("core/continued.py",))
+GRAMMARS = OptionalPart("several backends of grammars", ("grammar/backends.py",))
+OPTIONAL_PARTS: Sequence[OptionalPart] = (
     HOST_MEMORY,
     SLOWER_TIERS,
     BATCH_LANE,
@@ -40,26 +40,26 @@ FEATURES: Sequence[EngineFeature] = (
 )
 
 
-def is_on(feature: EngineFeature) -> bool:
-    """Return whether the feature's hooks fit the installed vLLM."""
-    return not misfit(feature)
+def is_on(part: OptionalPart) -> bool:
+    """Return whether the part's hooks fit the installed vLLM."""
+    return not misfit(part)
 
 
 @cache
-def misfit(feature: EngineFeature) -> str:
-    """Return why the feature is off; empty: it is on."""
-    return _problems(feature.modules)
+def misfit(part: OptionalPart) -> str:
+    """Return why the part is off; empty: it is on."""
+    return _problems(part.modules)
 
 
-def misfits() -> dict[EngineFeature, str]:
-    """Return the features that are off -> why."""
-    return {feature: misfit(feature) for feature in FEATURES if not is_on(feature)}
+def misfits() -> dict[OptionalPart, str]:
+    """Return the parts that are off -> why."""
+    return {part: misfit(part) for part in OPTIONAL_PARTS if not is_on(part)}
 
 
 @cache
 def misfit_of_the_rest() -> str:
     """Return why kvroute's changes cannot be used at all; empty: they can."""
-    optional = tuple(module for feature in FEATURES for module in feature.modules)
+    optional = tuple(module for part in OPTIONAL_PARTS for module in part.modules)
     rest = [module for module in by_module() if not module.startswith(optional)]
     return _problems(tuple(rest))
 
