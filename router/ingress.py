@@ -25,9 +25,9 @@ from kvroute.router.endpoints import (
     docs_routes,
     openai_routes,
 )
-from kvroute.router.middleware.entrance import Entrance, gate_of
+from kvroute.router.middleware.caller_check import CallerCheck, gate_of
 from kvroute.router.middleware.known_routes import KnownRoutes
-from kvroute.router.middleware.open_requests import Admission
+from kvroute.router.middleware.open_requests import OpenLimit
 from kvroute.router.middleware.origins import guard
 from kvroute.router.middleware.stopping import LastAnswers, RunningAnswers
 from kvroute.router.observability import request_spans
@@ -183,10 +183,10 @@ def application(
     # Requests that are refused before their model is known count for the first model.
     refused = models.first.telemetry.refused
     http.add_middleware(request_spans.Requests)
-    http.add_middleware(Admission, limit=models.settings.max_requests, refused=refused)
+    http.add_middleware(OpenLimit, limit=models.settings.max_requests, refused=refused)
     http.add_middleware(LastAnswers, answers=answers, refused=refused)
     if not gate.is_open:
-        http.add_middleware(Entrance, gate=gate, refused=refused)
+        http.add_middleware(CallerCheck, gate=gate, refused=refused)
     for routes in core_routes() + feature_routes():
         http.include_router(routes)
     http.add_middleware(KnownRoutes, routes=http.routes)

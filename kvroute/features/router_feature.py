@@ -63,7 +63,7 @@ class RouterFeature(PlacingFeature):
         """Return whether the client of a call promises that its conversation will continue."""
         return False
 
-    def entered(self, call: "Call") -> AbstractContextManager["Call"]:
+    def with_data(self, call: "Call") -> AbstractContextManager["Call"]:
         """Return a context that lasts until a call has ended, and that gives the call to answer.
 
         That call can have data for this feature in the replicas (`features`).

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvroute.contract.priority import PRIORITIES, Priority, less_urgent, parse_priority
 from kvroute.features.gate import Caller
-from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.placement.waits import Urgency
 
 PRIORITY = "x-kvroute-priority"  # header with one of PRIORITIES
 DEADLINE = "x-kvroute-deadline-s"  # header with the seconds until a replica must start the request

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.priority import BATCH_S
 from kvroute.contract.ranks import replica_of
-from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted, Holding
 from kvroute.router.queueing.refusals import no_replica
 from kvroute.router.queueing.waiting_room import WaitingRoom

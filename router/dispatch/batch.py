@@ -19,7 +19,7 @@ from kvroute.router.api.errors import DONE, EVENTS, JSON, ApiError, event
 from kvroute.router.api.fair_lock import cancel_all, one_by_one
 from kvroute.router.api.json_members import Members, members
 from kvroute.router.dispatch.generation import Generation, StartPrompt
-from kvroute.router.dispatch.relay import Answer, Ending, placement_headers
+from kvroute.router.dispatch.relay import Ending, RelayedAnswer, placement_headers
 from kvroute.router.dispatch.replica_errors import error_event, replica_error
 from kvroute.router.placement.receipts import RECEIPTS
 
@@ -112,7 +112,7 @@ class _Answers:
     async def _read(self, prompt: int, start: StartPrompt) -> AsyncGenerator[bytes, None]:
         generation = await start()
         self._generations[prompt] = generation
-        answer = Answer(generation)
+        answer = RelayedAnswer(generation)
         try:
             await answer.wait_for_status()
             if answer.status != 200:

@@ -83,7 +83,7 @@ class Dispatcher:
         # Whether a call is a batch request -> limit of its prompts that wait for their first token.
         self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
-    def starts(
+    def starters(
         self, prompts: Iterable[tuple[TokenIds, HttpCall]], context: RequestContext
     ) -> Iterator[StartPrompt]:
         """Yield for each prompt of a call the function that starts it: see `generate`."""

@@ -20,7 +20,7 @@ SHOWN_REPLICAS = 32  # the most replica ids in a header
 Ending = Callable[[Sequence[Generation], bytes], Awaitable[bytes]]
 
 
-class Answer:
+class RelayedAnswer:
     """The HTTP response to one prompt. Several replicas may have written it."""
 
     def __init__(self, generation: Generation) -> None:
@@ -85,7 +85,7 @@ class Answer:
 class Relay(StreamingResponse):
     """A stream of server-sent events, forwarded as the replica writes them."""
 
-    def __init__(self, answer: Answer, *, path: str, ending: Ending) -> None:
+    def __init__(self, answer: RelayedAnswer, *, path: str, ending: Ending) -> None:
         headers = placement_headers([answer.generation])
         super().__init__((), answer.status, headers, media_type=EVENTS)
         self._answer = answer
@@ -141,7 +141,7 @@ async def relay_response(generation: Generation, *, path: str, ending: Ending) -
     Raises:
         ApiError: no replica can continue the response.
     """
-    answer = Answer(generation)
+    answer = RelayedAnswer(generation)
     is_stream = False
     try:
         await answer.wait_for_status()

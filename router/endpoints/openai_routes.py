@@ -39,11 +39,11 @@ from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.endpoints.signs_of_life import SignsOfLife, keep_alive_s
-from kvroute.router.middleware.entrance import (
+from kvroute.router.middleware.caller_check import (
     INTERNAL_CALLER,
+    at_gate,
     caller_of,
     counting_refusals,
-    entered,
 )
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
@@ -59,7 +59,7 @@ RECEIPT = "x-kvroute-receipt"
 routes = APIRouter()
 
 
-class Answers:
+class AnsweredRoute:
     """A route as a plain ASGI application.
 
     FastAPI's layers would take CPU time for each request and each event of a stream.
@@ -76,7 +76,7 @@ class Answers:
         signs = SignsOfLife(send, every_s)
         try:
             # The stack keeps what features use until the request has ended.
-            with entered(request) as entry, ExitStack() as request.state.kept:
+            with at_gate(request) as entry, ExitStack() as request.state.kept:
                 try:
                     with counting_refusals(request):
                         response = await self.respond(request, entry, signs)
@@ -116,7 +116,7 @@ class Answers:
 
 
 routes.routes += [
-    Answers(path).route()
+    AnsweredRoute(path).route()
     for path in (
         CHAT_COMPLETIONS,
         CHAT_BATCH,
@@ -141,7 +141,7 @@ def failure(request: Request, error: Exception) -> ApiError:
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Return where the prompts of this body would be sent now, and why. Nothing is generated."""
-    with entered(request) as entry:
+    with at_gate(request) as entry:
         call = _with_headers(await bodies.read(parse_any, request), request)
         try:
             model = await models.find(call.model, call.caller)
@@ -149,7 +149,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
             variant = model.variant(call.model, call.caller.tenant) or ""
             context = RequestContext(namespace=call.cache_salt, variant=variant, hints=hints)
             with ExitStack() as kept:
-                call = model.entered(replace(call, variant=variant), kept)
+                call = model.with_data(replace(call, variant=variant), kept)
                 receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
             return complete_response(error.refusal, path=call.path)
@@ -231,7 +231,7 @@ async def answer(
         signs.begin(call)
     request.state.model = model = await models.find(call.model, call.caller)
     variant = model.variant(call.model, call.caller.tenant) or ""
-    call = model.entered(replace(call, variant=variant), request.state.kept)
+    call = model.with_data(replace(call, variant=variant), request.state.kept)
     side = model.extending.get(call.path)
     if side and (answered := await side.answer(call, request)):
         return answered

@@ -15,7 +15,7 @@ CROWD = 64
 ARRIVING_SHARE = 0.25
 
 
-class Admission:
+class OpenLimit:
     """ASGI middleware that rejects POST requests above the limit with 429.
 
     Forms have a smaller limit while their bodies arrive, so that uploads do not take all places. A

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.features import REFUSALS
 from kvroute.process.exposition import Readings
-from kvroute.router.admission.waits import QueueRefusal, TakenBack, Wait
 from kvroute.router.placement.attempts import RequestObserver
+from kvroute.router.placement.waits import QueueRefusal, TakenBack, Wait
 from kvroute.router.queueing.queue import Queue, QueueState
 
 # Upper bounds of histogram buckets, in seconds.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvroute.contract.priority import Priority
-from kvroute.router.admission.waits import Wait
 from kvroute.router.observability.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import RequestObserver
+from kvroute.router.placement.waits import Wait
 from kvroute.router.queueing.queue import Queue, QueueState
 
 

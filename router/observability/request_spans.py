@@ -12,9 +12,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvroute.process.tracing import Tracing, context_of, headers_of, start_tracing
-from kvroute.router.admission.waits import Wait
 from kvroute.router.middleware.request_id import HEADER
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
+from kvroute.router.placement.waits import Wait
 
 _tracing: Tracing | None = None  # this process's tracing; None if it is off
 

@@ -14,19 +14,19 @@ from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.features.gate import UNCOUNTED, Entry
 from kvroute.features.placing_feature import NO_FEATURES, PlacingFeatures
-from kvroute.router.admission.waits import (
-    DEFAULT_URGENCY,
-    NO_WAIT,
-    TakenBack,
-    Urgency,
-    Wait,
-)
 from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.ledger import NOTHING, Ledger, account
 from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate, Term
 from kvroute.router.placement.scale import Scale
+from kvroute.router.placement.waits import (
+    DEFAULT_URGENCY,
+    NO_WAIT,
+    TakenBack,
+    Urgency,
+    Wait,
+)
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 

@@ -13,13 +13,13 @@ from functools import partial
 from msgspec import Struct
 
 from kvroute.contract.priority import BATCH_S, Priority
-from kvroute.router.admission.waits import NO_WAIT, QueueReason, QueueRefusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import (
     Placement,
     RequestContext,
 )
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import NO_WAIT, QueueReason, QueueRefusal, Urgency, Wait
 from kvroute.router.queueing.forecast import ArrivalRates, Correction, Margin
 from kvroute.router.queueing.queue import (
     Queue,
@@ -41,7 +41,7 @@ FRESH_S = 0.01  # seconds for which a forecast for an empty prompt is reused
 # multiplied by this before the correction learns from it.
 OVERDUE = 2.0
 
-Answer = asyncio.Future[QueueRefusal | None]  # why the request is refused; None: it may be sent
+Verdict = asyncio.Future[QueueRefusal | None]  # why the request is refused; None: it may be sent
 
 
 class Admitted(Struct, frozen=True):
@@ -71,7 +71,7 @@ class Holding:
 
     def __init__(
         self,
-        queue: Queue[Answer],
+        queue: Queue[Verdict],
         fleet: Fleet,
         trusted: Callable[[], list[str]],
         *,
@@ -153,7 +153,7 @@ class Holding:
         self._fleet.observer.waited(wait)
         return self._admitted(queued, wait, end_s)
 
-    def _has_room(self, queued: QueuedRequest[Answer], now_s: float) -> bool:
+    def _has_room(self, queued: QueuedRequest[Verdict], now_s: float) -> bool:
         """Return whether a batch request may be sent at once, since no other request waits."""
         self._queue.add(queued)
         if self._pop_next(self._trusted()) is queued:
@@ -161,7 +161,7 @@ class Holding:
         self._queue.remove(queued)
         return False
 
-    def _reason(self, queued: QueuedRequest[Answer], least_s: float) -> QueueReason:
+    def _reason(self, queued: QueuedRequest[Verdict], least_s: float) -> QueueReason:
         """Return why a request has waited.
 
         Args:
@@ -171,7 +171,7 @@ class Holding:
             return "room"
         return "busy" if least_s >= self._queue.busy_backlog_s else "order"
 
-    def _admitted(self, queued: QueuedRequest[Answer], wait: Wait, now_s: float) -> Admitted:
+    def _admitted(self, queued: QueuedRequest[Verdict], wait: Wait, now_s: float) -> Admitted:
         """Return the permission of a request that has left the queue."""
         self._queue.sent(queued, now_s)
         # Only background requests have `allowed_ids`. They are ordered later in the engines, too.
@@ -184,7 +184,7 @@ class Holding:
             refused_s=self._refused_s(now_s),
         )
 
-    def _is_full(self, queued: QueuedRequest[Answer]) -> bool:
+    def _is_full(self, queued: QueuedRequest[Verdict]) -> bool:
         """Return whether the limit of waiting requests is reached for this kind of request."""
         if queued.is_batch:
             return self._queue.batch >= WAITING_BATCH
@@ -216,7 +216,7 @@ class Holding:
         """
         return self._refusal(urgency, "deadline", waited_s, waited_s)
 
-    async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> QueueRefusal | None:
+    async def _wait(self, queued: QueuedRequest[Verdict], within_s: float) -> QueueRefusal | None:
         """Wait until the request has left the queue; return why it is refused, or None."""
         answer = queued.request
         timer = None
@@ -233,10 +233,10 @@ class Holding:
             if answer.cancelled():  # the client has disconnected
                 self._queue.remove(queued)
 
-    def _overdue(self, queued: QueuedRequest[Answer]) -> None:
+    def _overdue(self, queued: QueuedRequest[Verdict]) -> None:
         self._refuse(queued, "deadline" if self._trusted() else "no_replica")
 
-    def _refuse(self, queued: QueuedRequest[Answer], refusal: QueueRefusal) -> None:
+    def _refuse(self, queued: QueuedRequest[Verdict], refusal: QueueRefusal) -> None:
         if not queued.request.done() and self._queue.remove(queued):
             queued.request.set_result(refusal)
 
@@ -260,7 +260,7 @@ class Holding:
             await asyncio.sleep(0)  # lets the request be sent, so that it counts as load
             replicas = self._trusted()
 
-    def _pop_next(self, replicas: Sequence[str]) -> QueuedRequest[Answer] | None:
+    def _pop_next(self, replicas: Sequence[str]) -> QueuedRequest[Verdict] | None:
         now_s, lanes = self._clock(), self._queue.batch > 0
         capacities = self._fleet.loads.capacities(replicas, now_s, lanes=lanes)
         return self._queue.pop_next(capacities, now_s)
@@ -281,7 +281,7 @@ class Holding:
     # Forecasts.
 
     def _raw_forecast_s(
-        self, queued: QueuedRequest[Answer], replicas: int, least_s: float, now_s: float
+        self, queued: QueuedRequest[Verdict], replicas: int, least_s: float, now_s: float
     ) -> float:
         """Return the predicted wait of a request, without the correction.
 
@@ -305,7 +305,7 @@ class Holding:
             self._forecasts[kind] = self._forecast_empty_s(empty, now_s)
         return self._forecasts[kind]
 
-    def _forecast_empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
+    def _forecast_empty_s(self, empty: QueuedRequest[Verdict], now_s: float) -> float:
         """Compute how many seconds an empty prompt would wait."""
         replicas = self._trusted()
         least_s = min(self._fleet.loads.backlogs_s(replicas, now_s), default=0.0)
@@ -351,7 +351,7 @@ class Holding:
 
 def _queued(
     urgency: Urgency, *, arrived_s: float, prefill_s: float = 0.0, holder_id: str = ""
-) -> QueuedRequest[Answer]:
+) -> QueuedRequest[Verdict]:
     """Return a request as an item of the queue; by default, one with an empty prompt."""
     return QueuedRequest(
         request=asyncio.get_running_loop().create_future(),

@@ -2,8 +2,8 @@
 
 import math
 
-from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
+from kvroute.router.placement.waits import Urgency
 
 MAX_RETRY_S = 3600.0  # the longest `retry-after` that a client gets, in seconds
 

@@ -33,7 +33,7 @@ from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.queueing.holding import Answer, Holding
+from kvroute.router.queueing.holding import Holding, Verdict
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
@@ -84,7 +84,7 @@ class Parts:
         self.neighbours = Neighbours(Clusters(redis, self.unreadable), base.own)
 
         # The queue, and the messages between routers.
-        self.queue = Queue[Answer](lambda: self.fleet.loads.scale.busy_s)
+        self.queue = Queue[Verdict](lambda: self.fleet.loads.scale.busy_s)
         # These events are set when requests that wait in the queue or for a feature may proceed.
         wake, self.line_wakes = Wake(), [Wake() for _ in placing.lines]
         self.publisher = PeerPublisher(

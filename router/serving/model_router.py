@@ -33,7 +33,7 @@ class ModelRouter:
         self._look_for = own_methods(self.features, RouterFeature.look_for)
         self.cards = own_methods(self.features, RouterFeature.cards)
         self.promises = own_methods(self.features, RouterFeature.promises)
-        self._entered = own_methods(self.features, RouterFeature.entered)
+        self._with_data = own_methods(self.features, RouterFeature.with_data)
         self.extending = parts.extending
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
@@ -71,14 +71,14 @@ class ModelRouter:
             for look_for in self._look_for:
                 await look_for(model.removeprefix(f"{self.name}:"))
 
-    def entered(self, call: Call, kept: ExitStack) -> Call:
+    def with_data(self, call: Call, kept: ExitStack) -> Call:
         """Return the call with the data of features for the replicas.
 
         Args:
             kept: closed when the call has ended.
         """
-        for entered in self._entered:
-            call = kept.enter_context(entered(call))
+        for each in self._with_data:
+            call = kept.enter_context(each(call))
         return call
 
 

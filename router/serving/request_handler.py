@@ -95,12 +95,12 @@ class RequestHandler:
             rendered = await self._renderer.render(expanded.call, expanded.opening)
         context.entry.add_prompt_tokens(rendered.tokens, time.monotonic())
         context = self._with_prompts(context, expanded, rendered)
-        starts = (
+        starters = (
             partial(self._start, start, context, expanded, rendered)
-            for start in parts.dispatcher.starts(rendered.prompts(), context)
+            for start in parts.dispatcher.starters(rendered.prompts(), context)
         )
         response = await written(
-            expanded.call, starts, prompts=context.prompts, policy=self._policy
+            expanded.call, starters, prompts=context.prompts, policy=self._policy
         )
         return await expanded.finish(response) if expanded.finish else response
 

@@ -16,7 +16,7 @@ from kvroute.features.keys.key_gate import KeyGate
 from kvroute.features.keys.limits import TenantLimits
 from kvroute.features.keys.router_limits import Limits
 from kvroute.router.api.calls import COMPLETIONS, parse_call
-from kvroute.router.middleware.entrance import Entrance
+from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.router.middleware.origins import Origins
 from tests.bench.indexed import BLOCK, prompt
 from tests.bench.report import Row, Section
@@ -54,7 +54,7 @@ def parts() -> dict[str, Callable[[], object]]:
     with TemporaryDirectory() as folder:
         write(Path(folder, "keys.json"), file)
         gate = KeyGate(Path(folder, "keys.json"))
-    entrance = partial(Entrance, gate=gate, refused=refused)
+    check = partial(CallerCheck, gate=gate, refused=refused)
     origins = partial(Origins, allowed=(), local_only=False, refused=refused)
     call = parse_call(COMPLETIONS, b'{"prompt": "hi"}').with_caller(caller)
     tokens, space = prompt(PROMPT_TOKENS), Space("m", "", BLOCK)
@@ -63,7 +63,7 @@ def parts() -> dict[str, Callable[[], object]]:
     limits = Limits(lambda tenant: TenantLimits(max_requests=10, uncached_tokens_per_minute=10**9))
     return {
         "find the key's tenant": lambda: keyring.caller(key),
-        "middleware that requires a key": passing(entrance, scope),
+        "middleware that requires a key": passing(check, scope),
         "middleware that checks origins": passing(origins, scope),
         "derive the cache salt": lambda: call.cache_salt,
         "fingerprints with a salt": lambda: chained(salted),

@@ -28,7 +28,7 @@ from kvroute.router.connections.links import Links
 from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
-from kvroute.router.middleware.entrance import gate_of
+from kvroute.router.middleware.caller_check import gate_of
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.fleet import Fleet

@@ -17,5 +17,5 @@ class WithoutFeatures:
     async def look_for(self, model: str) -> None:
         """Look for a variant of the model; there is none."""
 
-    def entered(self, call: Call, kept: ExitStack) -> Call:
+    def with_data(self, call: Call, kept: ExitStack) -> Call:
         return call

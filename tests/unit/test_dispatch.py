@@ -19,7 +19,6 @@ from kvroute.contract.generation import Chunk, EngineDeadError, Generate, Genera
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
@@ -34,6 +33,7 @@ from kvroute.router.dispatch.questions import MAX_EXTRA_CALLS
 from kvroute.router.dispatch.relay import placement_headers
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import Urgency
 from kvroute.router.serving.responding import written
 from tests.support.answers import (
     COMPLETIONS,
@@ -270,8 +270,8 @@ async def test_a_client_that_disconnects_early_leaves_no_load() -> None:
     prompts = [(PROMPT + n, completion(max_tokens=8000)) for n in range(2)]
     async with client.serving():
         context = RequestContext(time.monotonic(), prompts=len(prompts))
-        starts = client.dispatcher.starts(prompts, context)
-        asking = asyncio.create_task(written(CALL, starts, prompts=2, policy=""))
+        starters = client.dispatcher.starters(prompts, context)
+        asking = asyncio.create_task(written(CALL, starters, prompts=2, policy=""))
         await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         asking.cancel()
         await asyncio.wait([asking])
@@ -299,8 +299,8 @@ async def test_the_prompts_of_a_call_begin_and_end_one_by_one(leaves_early: bool
         )
         client.diary.ended = lambda attempt: ended.append(rounds.count)  # type: ignore[method-assign]
         context = RequestContext(time.monotonic(), prompts=MANY)
-        starts = client.dispatcher.starts(prompts, context)
-        asking = asyncio.create_task(written(CALL, starts, prompts=MANY, policy=""))
+        starters = client.dispatcher.starters(prompts, context)
+        asking = asyncio.create_task(written(CALL, starters, prompts=MANY, policy=""))
         if leaves_early:
             await until(lambda: len(begun) == MANY)
             asking.cancel()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvroute.contract.priority import BATCH_S, Priority
-from kvroute.router.admission.waits import Urgency, Wait
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.placement.attempts import (
@@ -19,6 +18,7 @@ from kvroute.router.placement.attempts import (
     RequestObserver,
 )
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import Urgency, Wait
 from kvroute.router.queueing import holding
 from kvroute.router.queueing.holding import RECOVERY_S, Admitted, Holding
 from kvroute.router.queueing.queue import DELAY, INTERACTIVE, Queue

@@ -41,7 +41,6 @@ ORDER = (
     "kvroute.replica",
     "kvroute.router.index",
     "kvroute.router.sessions",
-    "kvroute.router.admission",
     "kvroute.router.placement",
     "kvroute.router.api",
     "kvroute.router.queueing",

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
 
-from kvroute.router.middleware.entrance import Entrance
+from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.router.middleware.known_routes import KnownRoutes
 from tests.support.gates import ClosedGate
 
@@ -43,7 +43,7 @@ def client(*, is_open: bool = True) -> httpx2.AsyncClient:
         return Response("answer")
 
     if not is_open:
-        http.add_middleware(Entrance, gate=ClosedGate(), refused=lambda _: None)
+        http.add_middleware(CallerCheck, gate=ClosedGate(), refused=lambda _: None)
     http.add_middleware(KnownRoutes, routes=http.routes)
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(http), base_url="http://kvroute")
 

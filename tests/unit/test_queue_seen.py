@@ -13,11 +13,11 @@ from kvroute.doctor.checks import Check
 from kvroute.features import REFUSALS
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing
-from kvroute.router.admission.waits import QueueRefusal, Wait
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.queue_report import RecentWaits, queue_report
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.observability.rolling_window import WINDOW_S
+from kvroute.router.placement.waits import QueueRefusal, Wait
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from tests.support.placements import anywhere
 

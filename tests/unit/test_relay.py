@@ -119,7 +119,7 @@ async def ask(
     call = HttpCall("/v1/completions", json.dumps({"stream": stream}).encode(), 1.0)
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
     asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]
-    starts = [*dispatcher_of(wired, fleet).starts(asked, context)]
+    starts = [*dispatcher_of(wired, fleet).starters(asked, context)]
     if has_one_place:
         starts[1:] = [partial(apps.start_after_an_answer, start) for start in starts[1:]]
     async with wired:

@@ -25,11 +25,11 @@ from kvroute.machine.problem import StartError
 from kvroute.replay.workload.trace import read
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Urgency, Wait
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import DEFAULT_URGENCY, NO_WAIT, Urgency, Wait
 from kvroute.router.sessions.breaks import Break, Difference, Span
 from kvroute.router.sessions.turns import NO_HINTS, SessionHints
 from tests.support.answers import completion

@@ -4,7 +4,7 @@ import pytest
 
 from kvroute.features.gate import ROLES
 from kvroute.router.ingress import core_routes
-from kvroute.router.middleware.entrance import roles_for
+from kvroute.router.middleware.caller_check import roles_for
 from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core

@@ -18,12 +18,12 @@ from kvroute.contract.generation import Chunk, GenerateRequest, decode_ids, enco
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import HungError, UnansweredError
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import Urgency
 from tests.support.answers import completion
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.features.gate import ANYONE, Caller
-from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import DEADLINE, MAX_USER, PRIORITY, urgency_of
+from kvroute.router.placement.waits import Urgency
 
 MAX_WAIT_S = 30.0
 

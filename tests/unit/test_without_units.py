@@ -116,7 +116,7 @@ def test_the_modelled_engine_itself_has_no_unit() -> None:
     assert model.at_speed(0.5).alone_s(0, 1000, 10) == 2.0 * model.alone_s(0, 1000, 10)
 
 
-DECIDING = ("router/admission", "router/placement")  # packages that decide where and when
+DECIDING = ("router/placement",)  # packages that decide where and when
 REPORT = re.compile("_(metrics|checks|options)$")  # modules of features that decide nothing
 REPORTING = ("kvroute/autoscaling.py", "replica/backlog.py")
 SECONDS = re.compile(r"^((?:[A-Z_]+_S, )*[A-Z_]+_S)\b.* = ", flags=re.MULTILINE)

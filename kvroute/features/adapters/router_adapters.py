@@ -66,7 +66,7 @@ class RouterAdapters(RouterFeature):
             for adapter in self.directory.usable(tenant)
         ]
 
-    def entered(self, call: Call) -> AbstractContextManager[Call]:
+    def with_data(self, call: Call) -> AbstractContextManager[Call]:
         added = self.directory.get(call.variant)
         return nullcontext(call) if added is None else self._using(call, added)
 

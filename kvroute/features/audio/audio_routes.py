@@ -19,7 +19,7 @@ from kvroute.features.gate import Entry
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.calls import Call
 from kvroute.router.connections.links import HungError, Links, UnansweredError
-from kvroute.router.endpoints.openai_routes import Answers, answer
+from kvroute.router.endpoints.openai_routes import AnsweredRoute, answer
 from kvroute.router.endpoints.signs_of_life import SignsOfLife
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
@@ -35,7 +35,7 @@ METHOD = "upload"  # name of the method with which a replica gets a part of a fo
 PART_S = 60.0  # seconds for a replica to store a part
 
 
-class AudioAnswers(Answers):
+class AudioRoute(AnsweredRoute):
     """A route for recordings."""
 
     async def respond(self, request: Request, entry: Entry, signs: SignsOfLife) -> Response:
@@ -50,7 +50,7 @@ class AudioAnswers(Answers):
 
 
 routes = APIRouter()
-routes.routes += [AudioAnswers(path).route() for path in ROUTES]
+routes.routes += [AudioRoute(path).route() for path in ROUTES]
 
 
 async def transcribe(
@@ -74,8 +74,8 @@ async def transcribe(
         is_opaque=True,
         before_send=partial(upload, recording, parts.links),
     )
-    starts = parts.dispatcher.starts([(np.zeros(seconds, np.uint32), http)], context)
-    return await written(call, starts, prompts=1, policy=parts.settings.policy)
+    starters = parts.dispatcher.starters([(np.zeros(seconds, np.uint32), http)], context)
+    return await written(call, starters, prompts=1, policy=parts.settings.policy)
 
 
 async def upload(recording: Recording, links: Links, rank_id: str) -> None:

@@ -9,7 +9,7 @@ from kvroute.features.batches.batches import BatchBody, as_object
 from kvroute.features.batches.service import Service, needing_store
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.endpoints.pages import page_of
-from kvroute.router.middleware.entrance import caller_of
+from kvroute.router.middleware.caller_check import caller_of
 
 BATCHES = "/v1/batches"
 MAX_LISTED = 100  # the most batches in one page, as in OpenAI's API

@@ -13,7 +13,7 @@ from kvroute.features.batches.service import BatchService, Service, needing_stor
 from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.endpoints.form import UploadForm
 from kvroute.router.endpoints.pages import in_order, page_of
-from kvroute.router.middleware.entrance import caller_of, entered
+from kvroute.router.middleware.caller_check import at_gate, caller_of
 
 FILES = "/v1/files"
 MAX_LISTED = 10_000  # the most files in one page, as in OpenAI's API
@@ -30,7 +30,7 @@ routes = APIRouter()
 async def upload_file(request: Request, service: Service) -> Response:
     """Store an uploaded file. Until it is stored, it is one of its tenant's running requests."""
     form = UploadForm(request, expected="`purpose` and `file`")
-    with entered(request):
+    with at_gate(request):
         await form.begin()
         if "purpose" in form.fields:
             _described(form)  # refuses bad fields before the file is read

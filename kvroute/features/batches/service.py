@@ -31,7 +31,7 @@ from kvroute.features.router_service import RouterService, RouterServices
 from kvroute.process.exposition import Readings
 from kvroute.process.state_folder import state_folder
 from kvroute.router.api.errors import ApiError
-from kvroute.router.middleware.entrance import client_for
+from kvroute.router.middleware.caller_check import client_for
 from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.connection import REDIS_ERRORS
 

@@ -9,7 +9,7 @@ from kvroute.features.prefixes.declaration import PrefixDeclaration
 from kvroute.features.prefixes.declarations import Declarations
 from kvroute.features.prefixes.router_prefixes import RouterPrefixes
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.middleware.entrance import caller_of
+from kvroute.router.middleware.caller_check import caller_of
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Served, label_by_model
 

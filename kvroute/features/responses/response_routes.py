@@ -24,7 +24,7 @@ from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.endpoints.signs_of_life import keep_alive_s
-from kvroute.router.middleware.entrance import caller_of
+from kvroute.router.middleware.caller_check import caller_of
 from kvroute.router.serving.models import Models, Served
 
 RESPONSE = RESPONSES + "/{response_id}"  # path of one stored response

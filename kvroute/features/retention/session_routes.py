@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 
 from kvroute.features.retention.router_retention import RouterRetention
 from kvroute.router.api.sessions import checked_id, session_number
-from kvroute.router.middleware.entrance import caller_of, entered
+from kvroute.router.middleware.caller_check import at_gate, caller_of
 from kvroute.router.serving.models import Served
 
 routes = APIRouter()
@@ -31,7 +31,7 @@ async def end_session(
     checked_id("session_id", session_id)
     selected = models.all if model is None else [models.select(model)]
     number = session_number(caller_of(request).salted(salt), session_id)
-    with entered(request):
+    with at_gate(request):
         errors = await asyncio.gather(
             *(served.feature(RouterRetention).end(number) for served in selected)
         )

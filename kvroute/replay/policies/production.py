@@ -42,12 +42,12 @@ from kvroute.replay.policies.rivals import (
 )
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.fabric.pull import Exchanging, Pull, PullResult, carried, carried_in
-from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate
+from kvroute.router.placement.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.turns import SessionHints
 

@@ -1,7 +1,7 @@
 """What the core learns from the entry of added adapters."""
 
 from kvroute.features.adapters import AddedLater
-from kvroute.router.middleware.entrance import roles_for
+from kvroute.router.middleware.caller_check import roles_for
 from tests.support.routes import routes
 
 

@@ -18,7 +18,7 @@ from kvroute.features.router_service import RouterServices
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.middleware.entrance import roles_for
+from kvroute.router.middleware.caller_check import roles_for
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
 from tests.support.routes import routes as route_list

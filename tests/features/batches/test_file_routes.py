@@ -14,7 +14,7 @@ from kvroute.features.batches.service import batch_service
 from kvroute.features.gate import Caller
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.middleware.entrance import Entrance, client_for, roles_for
+from kvroute.router.middleware.caller_check import CallerCheck, client_for, roles_for
 from tests.support.gates import ClosedGate
 from tests.support.router_parts import fake_base
 from tests.support.routes import routes
@@ -43,7 +43,7 @@ async def test_an_upload_counts_while_it_arrives(
         return response(error, path=request.url.path)
 
     http.exception_handler(ApiError)(refuse)
-    http.add_middleware(Entrance, gate=gate, refused=lambda _: None)
+    http.add_middleware(CallerCheck, gate=gate, refused=lambda _: None)
 
     async def half() -> AsyncIterator[bytes]:
         yield b"--x\r\n"

@@ -14,7 +14,7 @@ from kvroute.features.gate import Role
 from kvroute.features.keys import key_gate
 from kvroute.features.keys.key_file import new_file, new_key, write
 from kvroute.features.keys.key_gate import Failures, KeyGate
-from kvroute.router.middleware.entrance import Entrance, roles_for
+from kvroute.router.middleware.caller_check import CallerCheck, roles_for
 from tests.support.routes import routes
 
 
@@ -37,7 +37,7 @@ class Guarded:
             await JSONResponse(caller and caller.tenant)(scope, receive, send)
 
         http.mount("/", app)
-        guarded: Any = Entrance(
+        guarded: Any = CallerCheck(
             http, gate=KeyGate(path), refused=lambda error: self.refused.append(error.status)
         )
         transport = httpx.ASGITransport(guarded)

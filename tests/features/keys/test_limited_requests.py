@@ -21,7 +21,7 @@ from kvroute.features.keys.limits import TenantLimits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
-from kvroute.router.middleware.entrance import Entrance
+from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
 from tests.support.waiting import until
@@ -102,7 +102,7 @@ class Served:
             return response(error, path=request.url.path)
 
         http.exception_handler(ApiError)(refuse)
-        http.add_middleware(Entrance, gate=gate, refused=lambda _: None)
+        http.add_middleware(CallerCheck, gate=gate, refused=lambda _: None)
         self.transport = httpx.ASGITransport(http, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(
             transport=self.transport,

@@ -20,7 +20,6 @@ from kvroute.features.figure import Figure
 from kvroute.features.page.decisions import DECISIONS, RECEIPT_REPLICAS, Decisions
 from kvroute.features.page.view import View
 from kvroute.features.router_feature import RouterFeature
-from kvroute.router.admission.waits import NO_WAIT, Wait
 from kvroute.router.connections.deployed import Deployed, DeployedReplicas
 from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.connections.peers import PeerSubscriber
@@ -32,6 +31,7 @@ from kvroute.router.observability.recent_requests import RecentTokens
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES, Ledger, account
+from kvroute.router.placement.waits import NO_WAIT, Wait
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.serving.assembly import Parts
 from kvroute.settings.router import RouterSettings

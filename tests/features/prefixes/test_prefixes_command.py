@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from kvroute.cli import app
 from kvroute.features.prefixes import prefixes_command
 from kvroute.features.prefixes.prefix_routes import routes as prefix_routes
-from kvroute.router.middleware.entrance import roles_for
+from kvroute.router.middleware.caller_check import roles_for
 from tests.support.routes import routes
 
 WIDTH = 80

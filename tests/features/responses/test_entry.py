@@ -5,7 +5,7 @@ import pytest
 from kvroute.features.responses import StoredResponses
 from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.middleware.entrance import roles_for
+from kvroute.router.middleware.caller_check import roles_for
 from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_base, fake_parts
 from tests.support.routes import routes
 

@@ -20,7 +20,7 @@ from kvroute.features.router_service import RouterServices
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.ingress import _refuse
-from kvroute.router.middleware.entrance import Entrance
+from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.store.connection import connect
 from tests.features.responses.stored_conversations import (
     finished,
@@ -49,7 +49,7 @@ def application(
     http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
     if gate is not None:
-        http.add_middleware(Entrance, gate=gate, refused=lambda error: None)
+        http.add_middleware(CallerCheck, gate=gate, refused=lambda error: None)
     return httpx.AsyncClient(transport=httpx.ASGITransport(http), base_url="http://router")
 
 

@@ -22,7 +22,7 @@ from kvroute.features.retention.router_retention import RouterRetention, report_
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import session_number
 from kvroute.router.ingress import _refuse
-from kvroute.router.middleware.entrance import Entrance
+from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
@@ -143,7 +143,7 @@ class Application:
         for routes in Retention().routes():
             http.include_router(routes)
         http.exception_handler(ApiError)(_refuse)
-        http.add_middleware(Entrance, gate=gate, refused=lambda error: None)
+        http.add_middleware(CallerCheck, gate=gate, refused=lambda error: None)
         transport = httpx.ASGITransport(http)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://router")
 

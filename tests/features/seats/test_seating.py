@@ -13,10 +13,10 @@ from msgspec.structs import replace
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.seats.router_seats import RouterSeats
-from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.waits import Urgency
 from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.sessions.turns import SessionHints

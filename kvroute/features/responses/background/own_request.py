@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Scope
 from kvroute.features.gate import Caller
 from kvroute.process.asgi import post_scope
 from kvroute.router.api.calls import RESPONSES
-from kvroute.router.middleware.entrance import INTERNAL_CALLER
+from kvroute.router.middleware.caller_check import INTERNAL_CALLER
 
 # Key in the ASGI scope of requests whose answer is kept as that of a background response.
 IS_BACKGROUND = "kvroute.background"

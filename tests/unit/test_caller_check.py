@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.features.gate import ANYONE, Caller
-from kvroute.router.middleware import entrance
-from kvroute.router.middleware.entrance import Entrance, caller_of, client_for, gate_of
+from kvroute.router.middleware import caller_check
+from kvroute.router.middleware.caller_check import CallerCheck, caller_of, client_for, gate_of
 from kvroute.settings.help import SettingsError
 from kvroute.settings.router import RouterSettings
 from tests.support.gates import ClosedGate
@@ -22,7 +22,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def answer(caller: Caller | None, path: str, key: str = "") -> tuple[int, str]:
-    guarded = Entrance(application, gate=ClosedGate(A), refused=lambda error: None)
+    guarded = CallerCheck(application, gate=ClosedGate(A), refused=lambda error: None)
     async with client_for(guarded, caller) as client:
         found = await client.get(path, headers={"x-api-key": key})
     return found.status_code, found.text if found.status_code == 200 else ""
@@ -52,7 +52,7 @@ def test_anyone_has_no_tenant_and_no_limits() -> None:
 def test_a_router_without_the_feature_that_checks_keys_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(entrance, "FEATURES", ())
+    monkeypatch.setattr(caller_check, "FEATURES", ())
     closed = {"api_keys": tmp_path / "keys.json"}
     with pytest.raises(SettingsError, match="no feature that checks API keys"):
         gate_of(RouterSettings(served_model_name="m", redis_url="", **closed))

@@ -67,7 +67,7 @@ def gate_of(settings: RouterSettings) -> Gate:
     return gate
 
 
-class Entrance:
+class CallerCheck:
     """ASGI middleware that rejects requests whose caller the gate does not let in.
 
     Args:
@@ -105,7 +105,7 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def entered(request: Request) -> AbstractContextManager[Entry]:
+def at_gate(request: Request) -> AbstractContextManager[Entry]:
     """Return a context that lasts until the request has ended.
 
     If the request was rejected, what it was charged is refunded. If its client has disconnected,
@@ -113,11 +113,11 @@ def entered(request: Request) -> AbstractContextManager[Entry]:
     the request may not begin now.
     """
     gate: Gate = request.app.state.gate
-    return AT_OPEN_GATE if gate.is_open else _entered(gate, request)
+    return AT_OPEN_GATE if gate.is_open else _at_gate(gate, request)
 
 
 @contextmanager
-def _entered(gate: Gate, request: Request) -> Iterator[Entry]:
+def _at_gate(gate: Gate, request: Request) -> Iterator[Entry]:
     with counting_refusals(request):
         entry = gate.enter(caller_of(request), time.monotonic())
     try:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.middleware.open_requests import Admission
+from kvroute.router.middleware.open_requests import OpenLimit
 from tests.support.waiting import until
 
 
@@ -22,7 +22,7 @@ class Router:
         self.go_on = asyncio.Event()
         self.refusals: list[ApiError] = []
         application = Starlette(routes=[Route("/", self._answer, methods=["GET", "POST"])])
-        self.app = Admission(application, limit=limit, refused=self.refusals.append)
+        self.app = OpenLimit(application, limit=limit, refused=self.refusals.append)
 
     async def _answer(self, request: Request) -> Response:
         if request.method == "POST":

@@ -1,1 +1,0 @@
-"""Admission control: the limits of tenants, and the waits of requests."""
