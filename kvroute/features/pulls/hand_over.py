@@ -89,7 +89,7 @@ class HandOver:
         """
         rank_id, sent = generation.replica_id, generation.sent
         source = self._pulls.exchanges.get(rank_id)
-        if self._within_s <= 0 or source is None or not source.address or sent.features:
+        if self._within_s <= 0 or source is None or not source.address or sent.media:
             return
         keep = sent.keep or RetentionHint()
         if sent.turn is not None and keep.order != Order.ENDED:
