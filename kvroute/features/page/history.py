@@ -33,6 +33,8 @@ class Sample(SampledLoad, frozen=True, kw_only=True):
     cached_tokens: int  # prompt tokens that came from a cache
     ttft_p50_s: float | None  # None: no request got its first token in this period
     ttft_p90_s: float | None
+    tpot_p50_s: float | None  # None: no answer with several tokens ended in this period
+    tpot_p90_s: float | None
 
 
 def sample(counts: Counts, load: SampledLoad, *, elapsed_s: float) -> Sample:
@@ -42,8 +44,10 @@ def sample(counts: Counts, load: SampledLoad, *, elapsed_s: float) -> Sample:
         output_tokens_per_s=round(counts.output_tokens / elapsed_s, 1),
         prompt_tokens=counts.prompt_tokens,
         cached_tokens=counts.cached_tokens,
-        ttft_p50_s=quantile(counts.ttfts_s, 50),
-        ttft_p90_s=quantile(counts.ttfts_s, 90),
+        ttft_p50_s=quantile(counts.ttfts.kept_s, 50),
+        ttft_p90_s=quantile(counts.ttfts.kept_s, 90),
+        tpot_p50_s=quantile(counts.gaps.kept_s, 50),
+        tpot_p90_s=quantile(counts.gaps.kept_s, 90),
         **asdict(load),
     )
 

@@ -6,9 +6,24 @@ from dataclasses import dataclass, field
 
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
-# Times to first token of one replica that are kept in one period. If there are more requests, these
-# are a random sample.
-KEPT = 256
+KEPT = 256  # times of one kind that are kept of one replica in one period
+
+
+class Times:
+    """The times of one period, in seconds. If there are more than KEPT, a random sample of them."""
+
+    def __init__(self, *times_s: float) -> None:
+        self.kept_s = list[float]()
+        self._added = 0
+        for time_s in times_s:
+            self.add(time_s)
+
+    def add(self, time_s: float) -> None:
+        self._added += 1
+        if len(self.kept_s) < KEPT:
+            self.kept_s.append(time_s)
+        elif (place := random.randrange(self._added)) < KEPT:
+            self.kept_s[place] = time_s
 
 
 @dataclass(slots=True)
@@ -19,15 +34,8 @@ class Counts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    ttfts_s: list[float] = field(default_factory=list)  # waits for the first token
-
-    def answer(self, ttft_s: float) -> None:
-        """Count a request that got its first token after `ttft_s`."""
-        self.requests += 1
-        if len(self.ttfts_s) < KEPT:
-            self.ttfts_s.append(ttft_s)
-        elif (place := random.randrange(self.requests)) < KEPT:
-            self.ttfts_s[place] = ttft_s
+    ttfts: Times = field(default_factory=Times)  # waits for the first token
+    gaps: Times = field(default_factory=Times)  # mean times between two tokens of ended answers
 
 
 def added(counts: Iterable[Counts]) -> Counts:
@@ -38,7 +46,8 @@ def added(counts: Iterable[Counts]) -> Counts:
         total.prompt_tokens += replica.prompt_tokens
         total.cached_tokens += replica.cached_tokens
         total.output_tokens += replica.output_tokens
-        total.ttfts_s += replica.ttfts_s
+        total.ttfts.kept_s += replica.ttfts.kept_s
+        total.gaps.kept_s += replica.gaps.kept_s
     return total
 
 
@@ -58,14 +67,18 @@ class Traffic(RequestObserver):
         if attempt.first_token_s is None or attempt.context.is_resumed:
             return
         counts = self._of(attempt)
-        counts.answer(attempt.first_token_s - attempt.context.ready_s)
+        counts.requests += 1
+        counts.ttfts.add(attempt.first_token_s - attempt.context.ready_s)
         if attempt.placement is not None and attempt.cached_tokens is not None:
             counts.prompt_tokens += attempt.placement.prompt_tokens
             counts.cached_tokens += attempt.cached_tokens
 
     def ended(self, attempt: Attempt) -> None:
         _, before = self._in_flight.pop(id(attempt), (attempt, 0))
-        self._of(attempt).output_tokens += attempt.output_tokens - before
+        counts = self._of(attempt)
+        counts.output_tokens += attempt.output_tokens - before
+        if (gap_s := attempt.token_gap_s) is not None:
+            counts.gaps.add(gap_s)
 
     def take(self) -> dict[str, Counts]:
         """Return the counts by replica since the last call, and begin a new period."""

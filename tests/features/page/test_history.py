@@ -16,7 +16,7 @@ from kvroute.features.page.history import (
     sample,
 )
 from kvroute.features.page.recorder import Recorder
-from kvroute.features.page.traffic import KEPT, Counts, Traffic
+from kvroute.features.page.traffic import KEPT, Counts, Times, Traffic
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue, QueuedRequest
@@ -59,8 +59,9 @@ def test_a_request_counts_at_its_first_token_and_its_answer_as_it_is_generated()
     attempt.end()
     second = router.traffic.take()["a"]
     assert (first.requests, first.prompt_tokens, first.cached_tokens) == (1, 10, 8)
-    assert (first.output_tokens, first.ttfts_s) == (2, [0.5])
+    assert (first.output_tokens, first.ttfts.kept_s, first.gaps.kept_s) == (2, [0.5], [])
     assert (second.requests, second.output_tokens) == (0, 6)
+    assert second.gaps.kept_s == [(3.0 - 1.5) / 6]
     assert router.traffic.take() == {}
 
 
@@ -72,18 +73,17 @@ def test_an_answer_that_goes_on_elsewhere_counts_its_tokens_only() -> None:
 
 
 def test_of_many_requests_some_times_are_kept() -> None:
-    counts = Counts()
-    for number in range(3 * KEPT):
-        counts.answer(float(number))
-    assert (counts.requests, len(counts.ttfts_s)) == (3 * KEPT, KEPT)
-    assert max(counts.ttfts_s) >= KEPT
+    kept_s = Times(*range(3 * KEPT)).kept_s
+    assert len({*kept_s}) == KEPT
+    assert max(kept_s) >= KEPT
 
 
 def test_rates_are_per_second() -> None:
-    counts = Counts(requests=20, output_tokens=500, ttfts_s=[0.2, 0.1])
+    counts = Counts(requests=20, output_tokens=500, ttfts=Times(0.2, 0.1), gaps=Times(0.03))
     one = sample(counts, SampledLoad(), elapsed_s=10.0)
     assert (one.requests_per_s, one.output_tokens_per_s) == (2.0, 50.0)
     assert (one.ttft_p50_s, one.ttft_p90_s) == (0.15, 0.19)
+    assert (one.tpot_p50_s, one.tpot_p90_s) == (0.03, 0.03)
 
 
 def test_the_fleets_sample_is_the_sum_of_its_replicas() -> None:

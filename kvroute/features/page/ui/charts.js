@@ -22,6 +22,12 @@ const CHARTS = [
     format: seconds,
   },
   {
+    title: "Time between tokens",
+    about: "The mean time between two tokens of an answer, for the answers that ended in each 10 seconds. p50: half of the answers were faster. p90: nine of ten were faster.",
+    lines: [{ name: "p50", value: column("tpot_p50_s") }, { name: "p90", value: column("tpot_p90_s") }],
+    format: seconds,
+  },
+  {
     title: "Requests per second",
     about: "Requests that got their first token, per second.",
     lines: [{ name: "requests", value: column("requests_per_s") }],
@@ -87,5 +93,5 @@ function coverage({ replica, samples }, router) {
   const where = replica ? `at replica ${replica}` : "at all replicas";
   const own = `Since ${since}, one value every 10 seconds.`;
   if (router.routers < 2) return `${own} Requests ${where}.`;
-  return `${own} Cached tokens, first tokens, requests and tokens are of the requests ${where} that this router served, one of ${router.routers}; the last two charts are of all routers.`;
+  return `${own} Cached tokens, times, requests and tokens are of the requests ${where} that this router served, one of ${router.routers}; the last two charts are of all routers.`;
 }

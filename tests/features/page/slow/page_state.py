@@ -5,7 +5,7 @@ from typing import Any
 
 from kvroute.command.explain import EVICTED, TERMS
 from kvroute.features.page.history import PERIOD_S, SAMPLES, History, SampledLoad, sample
-from kvroute.features.page.traffic import Counts
+from kvroute.features.page.traffic import Counts, Times
 from kvroute.router.placement.ledger import CAUSES
 
 NOW_S = 1_800_000_000.0
@@ -62,7 +62,8 @@ def _history(ids: list[str], samples: int) -> dict[str, Any]:
     history = History()
     for number in range(samples):
         wave = 1 + math.sin(number / 20)
-        counts = Counts(round(20 * wave), 10_000, round(4_000 * wave), 900, [0.02, 0.05 * wave])
+        sums = (round(20 * wave), 10_000, round(4_000 * wave), 900)
+        counts = Counts(*sums, Times(0.02, 0.05 * wave), Times(0.01, 0.02 * wave))
         fleet_load = SampledLoad(round(4 * wave), round(wave), round(3 * wave))
         fleet = sample(counts, fleet_load, elapsed_s=PERIOD_S)
         replica = sample(counts, SampledLoad(round(4 * wave), 0), elapsed_s=PERIOD_S)
