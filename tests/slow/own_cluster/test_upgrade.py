@@ -21,9 +21,9 @@ from tests.support.upgraded_fleet import (
     Fleet,
     Work,
     begin,
+    cold,
     declare,
     fleet,
-    is_warm,
     load,
 )
 from tests.support.versions import THIS, Version, changed_version, version_at
@@ -166,7 +166,7 @@ def switch(
     fleet.drain(old[0])
     assert fleet.is_served_by(new[2])
     with fleet.operator(new[2].url) as client:
-        assert is_warm(client)
+        assert not cold(client) & fleet.own_replicas(new[2])
 
 
 def leave(fleet: Fleet, cluster: ExitStack, work: list[Work], *, is_vllm: bool) -> list[BegunBatch]:
