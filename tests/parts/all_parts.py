@@ -122,7 +122,7 @@ ENGINES = {
         tests=_in(
             "engines",
             "engine http_app hostile_bodies keep stream_interval lora_engine order"
-            " resumed_answers engine_args features fork_server fail_fast",
+            " resumed_answers engine_args media_spans fork_server fail_fast",
         ),
     ),
     "engine-models": Part(
