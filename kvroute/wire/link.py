@@ -71,6 +71,7 @@ class Stream:
         "_waiting",
         "is_preparing",
         "suspects",
+        "was_taken",
     )
 
     def __init__(self, link: "Link", number: int, max_waiting: int) -> None:
@@ -79,6 +80,7 @@ class Stream:
         self._max_waiting = max_waiting
         # Whether the replica prepares the request for its engine (contract/preparation.py).
         self.is_preparing = False
+        self.was_taken = False  # whether the replica has begun with the request
         # How many requests the replica was preparing when it was lost. Any of them may have caused
         # the loss. 0 if this request was not one of them.
         self.suspects = 0
@@ -351,7 +353,7 @@ class Link(Connection):
 
     def _taken(self, payload: bytes) -> None:
         if stream := self._streams.get(structs.decode_preparing(payload).stream):
-            stream.is_preparing = True
+            stream.is_preparing = stream.was_taken = True
 
     def _prepared(self, payload: bytes) -> None:
         if stream := self._streams.get(structs.decode_preparing(payload).stream):

@@ -109,6 +109,20 @@ class Links:
         """Return the address of a rank's replica; None before its first report."""
         return self._addresses.get(replica_of(rank_id))
 
+    async def can_reach(self, rank_id: str) -> bool:
+        """Return whether the machine of a rank's replica answers, even if the process does not."""
+        if (address := self.address(rank_id)) is None:
+            return False
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(address.host, address.port)
+        except ConnectionRefusedError:
+            return True  # the process has ended
+        except OSError:
+            return False
+        writer.close()
+        return True
+
     def wire(self) -> dict[str, dict[str, str]]:
         """Return the host of each replica that has reported it, and the mode of its TLS, by id."""
         return {

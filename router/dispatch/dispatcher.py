@@ -263,7 +263,6 @@ class Dispatcher:
                 raise
             except LOST as error:
                 log.info("replica %s was lost before it sent a token: %s", replica_id, error)
-                record_loss(losses, attempt, error)
                 raise
         raise RefusedError(reason)
 
@@ -296,8 +295,11 @@ class Dispatcher:
             attempt.end(outcome_of(error))
             if stream is not None:
                 stream.cancel()
-                if isinstance(error, HungError) and losses.has_stopped(stream.suspects):
-                    self._blame(request, attempt.replica_id)
+            if isinstance(error, LOST):
+                was_taken = stream is not None and stream.was_taken
+                record_loss(losses, attempt, error, was_taken=was_taken)
+            if isinstance(error, HungError) and stream and losses.has_stopped(stream.suspects):
+                await self._blame(request, attempt.replica_id)
             if refusal := final_error(error):
                 raise refusal from error
             raise
@@ -308,8 +310,13 @@ class Dispatcher:
             attempt.receive(first, time.monotonic())
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
-    def _blame(self, request: GenerateRequest, replica_id: str) -> None:
-        """Add a request to the poison list, because the replica that was preparing it hung."""
+    async def _blame(self, request: GenerateRequest, replica_id: str) -> None:
+        """Add a request to the poison list, because the replica that was preparing it hung.
+
+        If the replica's machine cannot be reached, the request is not the cause.
+        """
+        if not await self._links.can_reach(replica_id):
+            return
         log.warning(
             "request %s made replica %s hang; equal requests are refused for %g s",
             request.request_id,

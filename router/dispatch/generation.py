@@ -158,7 +158,7 @@ class Generation:
             if current.attempt.is_complete:
                 return None
             current.attempt.end("failed")  # no cancel: the replica is dead or is being killed
-            record_loss(self._losses, current.attempt, error)
+            record_loss(self._losses, current.attempt, error, was_taken=True)
             return await self._resume(error)
         except Exception as error:
             current.attempt.end(outcome_of(error))
@@ -215,13 +215,17 @@ def is_refused(first: Chunk) -> bool:
     return first.http is not None and first.http.status >= 400 and not first.token_ids
 
 
-def record_loss(losses: Losses, attempt: Attempt, error: Exception) -> None:
-    """Record that an attempt's replica was lost."""
+def record_loss(losses: Losses, attempt: Attempt, error: Exception, *, was_taken: bool) -> None:
+    """Record that an attempt's replica was lost.
+
+    Args:
+        was_taken: whether the replica had begun with the request.
+    """
     losses.add(
         attempt.replica_id,
         died=not isinstance(error, HungError),
         is_excluded=not isinstance(error, LostError),  # a LostError may concern the connection only
-        held_s=time.monotonic() - attempt.sent_s,
+        was_taken=was_taken,
         tokens=attempt.output_tokens,
         words=engine_failure(error),
     )

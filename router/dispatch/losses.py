@@ -11,9 +11,6 @@ LOSSES = 5  # a request fails when it has lost this many replicas, whatever the 
 # A replica that sent more output tokens than this did not die soon after it got the request: it had
 # computed the prompt without a fault.
 SOON_TOKENS = 16
-# If a replica is lost within this many seconds, and has sent neither a token nor a reason, it was
-# dead before it got the request.
-DEAD_BEFORE_S = 0.05
 
 
 class Losses:
@@ -38,7 +35,7 @@ class Losses:
         *,
         died: bool,
         is_excluded: bool,
-        held_s: float,
+        was_taken: bool,
         tokens: int,
         words: str = "",
     ) -> None:
@@ -48,7 +45,8 @@ class Losses:
             died: the replica's process or engine ended; False: it hung.
             is_excluded: whether the replica may not get the request again. False if only the
                 connection to it may be lost.
-            held_s: seconds for which the replica had the request.
+            was_taken: whether the replica has begun with the request. Otherwise it may have been
+                dead before it got the request.
             tokens: number of tokens that the replica generated.
             words: why the engine died while it ran the request, as the replica reported; empty if
                 the replica reported nothing.
@@ -58,7 +56,7 @@ class Losses:
             self.excluded_ids.add(replica_of(replica_id))
         if tokens > SOON_TOKENS:
             self._died_soon.clear()
-        elif died and (words or tokens or held_s >= DEAD_BEFORE_S):
+        elif died and (words or was_taken):
             self._died_soon.append(replica_id)
             self._words = words
 

@@ -60,7 +60,12 @@ class Questions:
                 excluded_ids.add(replica_of(replica_id))
                 if words := engine_failure(error.__cause__):
                     losses.add(
-                        replica_id, died=True, is_excluded=True, held_s=0.0, tokens=0, words=words
+                        replica_id,
+                        died=True,
+                        is_excluded=True,
+                        was_taken=True,
+                        tokens=0,
+                        words=words,
                     )
                     losses.check()
                 if len(excluded_ids) == len(replicas_of(self._control.liveness.trusted())):

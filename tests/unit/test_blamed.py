@@ -2,16 +2,21 @@
 
 import asyncio
 import random
+import socket
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
+import pytest
+from msgspec.structs import replace
 
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest, TokenIds
 from kvroute.contract.messages import decode, encode
 from kvroute.contract.preparation import prepared
 from kvroute.doctor.checks import blamed as doctors_view
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.connections import links
 from kvroute.router.connections.links import HungError
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.blamed import MAX_REQUESTS, REFUSED_S, PoisonList
@@ -33,8 +38,11 @@ def request_of(prompt: TokenIds = PROMPT, **fields: Any) -> GenerateRequest:
 class Replicas:
     """Two replicas: r0 does not answer until it is lost, or dies of each request. r1 answers."""
 
-    def __init__(self, *, is_prepared: bool = False, dies: bool = False) -> None:
+    def __init__(
+        self, *, is_prepared: bool = False, dies: bool = False, silent_port: int | None = None
+    ) -> None:
         self.asked: list[str] = []
+        self._silent_port = silent_port  # None: the machine of r0 answers
         self._is_prepared = is_prepared
         self._dies = dies
         self._wired = Wired({"r0": self._hangs, "r1": self._answers})
@@ -66,6 +74,9 @@ class Replicas:
             await until(lambda: self._preparing() == preparing)
             self._wired.list("r1")
             await until(lambda: "r1" in self._wired.links.connected())
+            if self._silent_port:
+                addresses = self._wired.links._addresses
+                addresses["r0"] = replace(addresses["r0"], port=self._silent_port)
             self._wired.links.lose("r0", error)
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._wired.drop("r0")
@@ -94,6 +105,20 @@ async def test_a_request_that_stops_a_replica_is_not_sent_to_another() -> None:
 
 async def test_a_request_that_has_reached_the_engine_is_not_blamed_for_a_hang() -> None:
     assert await Replicas(is_prepared=True).lose(HUNG, PROMPT) == ["r1", "r1"]
+
+
+async def test_no_request_is_blamed_if_the_replicas_machine_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Linux answers no further connection when two wait to be accepted at this port."""
+    monkeypatch.setattr(links, "CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as waiting:
+        for _ in range(2):
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+        replicas = Replicas(silent_port=server.getsockname()[1])
+        assert await replicas.lose(HUNG, PROMPT) == ["r1", "r1"]
 
 
 async def test_several_requests_in_preparation_are_not_blamed_for_one_hang() -> None:

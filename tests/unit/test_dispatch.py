@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -23,7 +22,6 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
-from kvroute.router.dispatch import losses
 from kvroute.router.dispatch.losses import (
     CAUSED,
     LOSSES,
@@ -36,6 +34,8 @@ from kvroute.router.placement.attempts import Attempt, RequestContext, RequestOb
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.waits import Urgency
 from kvroute.router.serving.responding import written
+from kvroute.wire.framing import MessageKind
+from kvroute.wire.server import Peer
 from tests.support.answers import (
     COMPLETIONS,
     completion,
@@ -64,21 +64,25 @@ class Engines:
     """The one that is asked first dies after lives[0] chunks, the next one after lives[1], and so
     on."""
 
+    latest: "Engines | None" = None
+
     def __init__(self, lives: Sequence[int]) -> None:
         self.all = {f"r{number}": SimulatedEngine(INSTANT) for number in range(len(lives))}
         self.requests: list[GenerateRequest] = []
-        self.wired: Wired | None = None
         self._lives = lives
+        Engines.latest = self
 
     def generates(self) -> dict[str, Generate]:
         return {id_: emitting(partial(self._chunks, id_)) for id_ in self.all}
 
+    def is_next_gone(self) -> bool:
+        """Return whether the replica that gets the next request is gone."""
+        number = len(self.requests)
+        return GONE in self._lives[number : number + 1]
+
     async def _chunks(self, id_: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         life = self._lives[len(self.requests) - 1]
-        if life == GONE and self.wired:
-            for peer in self.wired.servers[id_].peers:
-                peer.abort("as planned")
         async with aclosing(streamed(self.all[id_].generate, request)) as chunks:
             async for chunk in chunks:
                 if life == 0:
@@ -113,7 +117,7 @@ class Client:
         self.fleet = Fleet(
             model="m", revision="", block_size=32, rng=random.Random(0), observer=self.diary
         )
-        self.wired = self.engines.wired = Wired(self.engines.generates(), most=most)
+        self.wired = Wired(self.engines.generates(), most=most)
         self.dispatcher = dispatcher_of(self.wired, self.fleet)
         self.questions = questions_of(self.wired, self.dispatcher)
 
@@ -163,9 +167,15 @@ async def test_a_request_without_a_ready_replica_before_its_deadline_is_counted(
 
 
 @pytest.fixture(autouse=True)
-def _a_busy_machine_kills_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that was dead before counts as such, however late this process notices."""
-    monkeypatch.setattr(losses, "DEAD_BEFORE_S", math.inf)
+def _gone_replicas_take_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = Peer.send
+
+    def send_unless_gone(peer: Peer, kind: MessageKind, payload: bytes) -> None:
+        if kind == MessageKind.TAKEN and Engines.latest and Engines.latest.is_next_gone():
+            peer.abort("as planned")
+        send(peer, kind, payload)
+
+    monkeypatch.setattr(Peer, "send", send_unless_gone)
 
 
 def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
@@ -252,10 +262,10 @@ async def test_a_request_that_makes_progress_is_not_blamed() -> None:
 async def test_hangs_do_not_count_as_deaths() -> None:
     lost = Losses()
     for number in range(CAUSED):
-        lost.add(f"r{number}", died=False, is_excluded=True, held_s=5.0, tokens=0)
+        lost.add(f"r{number}", died=False, is_excluded=True, was_taken=True, tokens=0)
     lost.check()
     for number in range(CAUSED):
-        lost.add(f"d{number}", died=True, is_excluded=True, held_s=math.inf, tokens=0)
+        lost.add(f"d{number}", died=True, is_excluded=True, was_taken=True, tokens=0)
     with pytest.raises(ApiError, match="d0 and d1 died"):
         lost.check()
 
