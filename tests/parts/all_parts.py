@@ -154,7 +154,11 @@ OTHERS = {
         about="engines that cannot start, and the steps of the pages for contributors",
         tests=(*_in("engines", "cannot_run contributing_steps"), "slow/versions"),
     ),
-    "clients": Part(about="other client libraries, on vLLM engines", tests=("slow/clients",)),
+    "clients": Part(
+        about="other client libraries on vLLM engines, and coding agents",
+        tests=("slow/clients",),
+        needs="Node.js, and the network, once",
+    ),
     "suites": Part(
         about="vLLM's own tests, and those of LangChain and Open Responses",
         tests=_in("suites", "vllm_suite langchain_suite open_responses_suite"),
