@@ -174,7 +174,7 @@ async def test_openais_agents_sdk_with_stored_responses(
 ) -> None:
     called: list[str] = []
 
-    @function_tool(name_override="run")
+    @function_tool(name_override="run")  # type: ignore[untyped-decorator]
     def run_command(command: str) -> str:
         """Run a command."""
         called.append(command)
