@@ -1,8 +1,9 @@
 """A process that answers agents as a vLLM server would, with a script in place of a model.
 
-It calls the agent's shell tool once in each turn until it has seen enough results, and then says
-that it is done. Its usage counts the prompt's blocks that came in an earlier prompt as cached, as
-vLLM's prefix cache would. `python -m tests.support.scripted_model PORT TURNS LOG` runs one.
+It calls the agent's shell tool once in each turn until it has seen enough results, or its own
+summary of them, and then says that it is done. Its usage counts the prompt's blocks that came in an
+earlier prompt as cached, as vLLM's prefix cache would.
+`python -m tests.support.scripted_model PORT TURNS LOG` runs one.
 """
 
 import json
@@ -111,8 +112,10 @@ class Script:
             self._log.write(json.dumps(turn) + "\n")
         return turn
 
-    def call(self, tools: Sequence[Json], results: int) -> tuple[str, Json] | None:
+    def call(self, body: Json, results: int) -> tuple[str, Json] | None:
         """Return the name and the arguments of the tool to call; None: the work is done."""
+        tools: Sequence[Json] = body.get("tools") or []
+        is_summarised = SUMMARY in json.dumps(body.get("input") or body.get("messages"))
         command = f"echo step {results}"
         shells: dict[str, Json] = {
             "shell": {"command": ["bash", "-lc", command]},
@@ -123,14 +126,15 @@ class Script:
         }
         names = [tool.get("name") or tool.get("function", {}).get("name") for tool in tools]
         name = next((name for name in shells if name in names), None)
-        return None if name is None or results >= self._turns else (name, shells[name])
+        is_done = name is None or is_summarised or results >= self._turns
+        return None if is_done or name is None else (name, shells[name])
 
 
 def responses(script: Script, body: Json) -> Iterator[Json]:
     """Yield the events of POST /v1/responses."""
     items = body["input"] if isinstance(body["input"], list) else []
     results = sum(item.get("type") == "function_call_output" for item in items)
-    called, tools = script.call(body.get("tools") or [], results), body.get("tools")
+    called, tools = script.call(body, results), body.get("tools")
     prompt, cached = script.usage(body)
     head: Json = {
         "id": f"resp_{time.time_ns()}",
@@ -184,7 +188,7 @@ def messages(script: Script, body: Json) -> Iterator[Json]:
     contents = [message["content"] for message in body["messages"]]
     blocks = [block for content in contents if isinstance(content, list) for block in content]
     results = sum(block.get("type") == "tool_result" for block in blocks)
-    called = script.call(body.get("tools") or [], results)
+    called = script.call(body, results)
     prompt, cached = script.usage(body)
     usage = {"input_tokens": prompt - cached, "cache_read_input_tokens": cached}
     usage |= {"cache_creation_input_tokens": 0, "output_tokens": 1}

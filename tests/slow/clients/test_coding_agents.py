@@ -68,6 +68,13 @@ def front(servers: list[ScriptedServer]) -> Iterator[Cluster]:
         yield running
 
 
+def start_all(front: Cluster, servers: list[ScriptedServer]) -> None:
+    """Start all servers with empty caches, and wait until kvroute uses them."""
+    for server in servers:
+        server.start()
+    wait_until(lambda: httpx.get(f"{front.url}/health").json()["replicas"] == len(servers))
+
+
 @contextmanager
 def losing_its_server(front: Cluster, servers: list[ScriptedServer]) -> Iterator[None]:
     """Kill the server that answers the context's session after some turns.
@@ -75,9 +82,7 @@ def losing_its_server(front: Cluster, servers: list[ScriptedServer]) -> Iterator
     Before, both servers run and have nothing in their caches. Afterwards, the session has had one
     turn without any hit at the second server, and hits in all others.
     """
-    for server in servers:
-        server.start()
-    wait_until(lambda: httpx.get(f"{front.url}/health").json()["replicas"] == len(servers))
+    start_all(front, servers)
 
     def kill() -> None:
         wait_until(lambda: any(len(server.turns()) >= KILL_AFTER for server in servers), TIMEOUT_S)
@@ -135,6 +140,23 @@ def test_codex(npm: Path, front: Cluster, servers: list[ScriptedServer], tmp_pat
     outputs = [item.get("aggregated_output") for item in items if item.get("exit_code") == 0]
     assert outputs == [f"step {number}\n" for number in range(TURNS)]
     assert items[-2]["text"] == SAID
+
+
+def test_codex_compacts_a_long_session(
+    npm: Path, front: Cluster, servers: list[ScriptedServer], tmp_path: Path
+) -> None:
+    """The limit is reached after the first turn; Codex goes on with the model's summary."""
+    start_all(front, servers)
+    (tmp_path / "config.toml").write_text(CODEX.format(model=NAME, url=front.url))
+    run(
+        *(npm / "node_modules/.bin/codex", "exec", "--skip-git-repo-check", "Run ten steps."),
+        *("-c", "model_auto_compact_token_limit=1000", "--output-last-message", tmp_path / "last"),
+        folder=tmp_path,
+        env={"CODEX_HOME": str(tmp_path)},
+    )
+    assert (tmp_path / "last").read_text() == SAID
+    turns = [turn for server in servers for turn in server.turns()]
+    assert len(turns) < TURNS
 
 
 def test_claude_code(
