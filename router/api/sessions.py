@@ -28,6 +28,8 @@ AGENTS = (
     "session_id",  # older versions of Codex
     "x-opencode-session",  # OpenCode, for providers whose name begins with "opencode"
     "x-session-affinity",  # OpenCode with other providers, and other agents
+    "x-litellm-session-id",
+    "x-correlation-id",
 )
 # Headers in which a sub-agent sends the id of the session that started it. Both then count as one
 # session. Claude Code's sub-agents do not need this: they use the session id of their parent.
@@ -55,6 +57,7 @@ def hints_of(
     id_, parent = _session_id(headers, call.body), _parent(headers)
     tenant = call.caller.tenant or call.cache_salt
     is_end = _is_end(call.body.get("session_end")) or headers.get(FINAL, "").lower() == "true"
+    is_end = is_end or dynamos(call.body, "session_control").get("action") == "close"
     return SessionHints(
         session_number(call.cache_salt, parent or id_) if parent or id_ else 0,
         is_end and not parent,  # the end of a sub-agent is not the end of the session
@@ -90,14 +93,26 @@ def checked_id(name: str, value: object) -> str:
 def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
     """Return the request's session id, or "" if there is none.
 
-    kvroute's own field and header come first, then the headers of coding agents.
+    kvroute's own field and header come first, then the headers of coding agents, then the fields of
+    other APIs. Many sessions may share a `prompt_cache_key`, so it comes last.
     """
     own_id = checked_id("session_id", body.get("session_id"))
     if own_id := own_id or checked_id(SESSION, as_utf8(headers.get(SESSION, ""))):
         return own_id
     if any(headers.get(name) for name in AGENTS):
         return _first(headers, AGENTS)
-    return _session_of_user(body.get("metadata"))
+    return (
+        _short(dynamos(body, "session_control").get("session_id"))
+        or _session_of_user(body.get("metadata"))
+        or _short(body.get("prompt_cache_key"))
+    )
+
+
+def dynamos(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return an object in Dynamo's extension of a body, `nvext`; empty: there is none."""
+    extension = body.get("nvext")
+    found = extension.get(name) if isinstance(extension, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _parent(headers: Mapping[str, str]) -> str:
@@ -117,8 +132,13 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
     """
     for name in names:
         if value := as_utf8(headers.get(name, "")):
-            return value if len(value) <= MAX_NAME else ""
+            return _short(value)
     return ""
+
+
+def _short(value: object) -> str:
+    """Return the value if it can be a session id, else ""."""
+    return value if isinstance(value, str) and len(value) <= MAX_NAME else ""
 
 
 def _session_of_user(metadata: object) -> str:
@@ -136,7 +156,7 @@ def _session_of_user(metadata: object) -> str:
             session_id = msgspec.json.decode(user).get("session_id")
         except (ValueError, RecursionError):
             return ""
-    return session_id if isinstance(session_id, str) and len(session_id) <= MAX_NAME else ""
+    return _short(session_id)
 
 
 def _is_end(value: object) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from kvroute.contract.priority import PRIORITIES, Priority, less_urgent, parse_priority
 from kvroute.features.gate import Caller
 from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.api.sessions import dynamos
 from kvroute.router.placement.waits import Urgency
 
 PRIORITY = "x-kvroute-priority"  # header with one of PRIORITIES
@@ -30,7 +31,7 @@ def urgency_of(
     """
     requested = _priority(headers.get(PRIORITY))
     requested_wait_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
-    delay_s = _delay_s(body.get("priority"))
+    delay_s = _delay_s(body)
     if caller.tenant:
         requested = less_urgent(caller.priority, requested or caller.priority)
         delay_s = max(0.0, delay_s)
@@ -90,7 +91,11 @@ def _seconds(name: str, given: object, seconds: float) -> float:
     raise _invalid(name, given, "a number of seconds above 0")
 
 
-def _delay_s(priority: object) -> float:
+def _delay_s(body: Mapping[str, Any]) -> float:
+    """Return the seconds of vLLM's `priority`, or else those of Dynamo's, which counts upwards."""
+    priority, dynamos_priority = body.get("priority"), dynamos(body, "agent_hints").get("priority")
+    if priority is None and isinstance(dynamos_priority, int):
+        priority = -dynamos_priority
     if not isinstance(priority, int):  # absent, or invalid: then the replica rejects the request
         return 0.0
     return float(max(MIN_DELAY_S, min(MAX_DELAY_S, priority)))

@@ -48,6 +48,8 @@ def test_a_request_without_hints_has_none() -> None:
         ({"session_id": ID}, {}),
         *(({}, {name.title(): ID}) for name in (SESSION, *AGENTS)),
         ({"metadata": {"user_id": f"user_0a1b_account__session_{ID}"}}, {}),
+        ({"nvext": {"session_control": {"session_id": ID}}}, {}),
+        ({"prompt_cache_key": ID}, {}),
         (
             {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": ID})}},
             {},
@@ -123,6 +125,13 @@ def test_dynamos_header_can_end_a_session(value: str, is_end: bool) -> None:
     assert hints({}, headers) == SessionHints(session_number("", ID), is_end=is_end)
 
 
+@pytest.mark.parametrize(("action", "is_end"), [("close", True), ("open", False)])
+def test_dynamos_session_control_can_end_a_session(action: str, is_end: bool) -> None:
+    control = {"session_id": ID, "action": action}
+    found = hints({"nvext": {"session_control": control}, "prompt_cache_key": "shared"})
+    assert found == SessionHints(session_number("", ID), is_end=is_end)
+
+
 @pytest.mark.parametrize("value", ["true", 1, 0, [], {}])
 def test_an_invalid_session_end_is_refused(value: Any) -> None:
     with pytest.raises(ApiError, match="expected true or false") as refused:
@@ -175,14 +184,14 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["session_id", "user_id", "x"]),
+            st.sampled_from(["session_id", "user_id", "session_control", "x"]),
             inner,
             max_size=3,
         )
     ),
     max_leaves=12,
 )
-OTHERS = ("metadata", "tools", "user")  # fields of other APIs
+OTHERS = ("metadata", "tools", "user", "nvext", "prompt_cache_key")  # fields of other APIs
 
 
 @given(st.dictionaries(st.sampled_from(OTHERS), JSON))

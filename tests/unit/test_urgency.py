@@ -53,6 +53,20 @@ def test_an_invalid_deadline_is_refused(given: str) -> None:
         urgency({DEADLINE: given})
 
 
+@pytest.mark.parametrize(
+    ("body", "delay_s"),
+    [
+        ({"nvext": {"agent_hints": {"priority": 5, "osl": 1024}}}, -5.0),
+        ({"nvext": {"agent_hints": {"priority": -9000}}}, 3600.0),
+        ({"nvext": {"agent_hints": {"priority": 5}}, "priority": 7}, 7.0),
+        ({"nvext": {"agent_hints": {"priority": "high"}}}, 0.0),
+        ({"nvext": [1]}, 0.0),
+    ],
+)
+def test_dynamos_priority_counts_upwards(body: dict[str, Any], delay_s: float) -> None:
+    assert urgency(**body).delay_s == delay_s
+
+
 @pytest.mark.parametrize("given", [0, -1, True, "5", [5], {}])
 def test_an_invalid_timeout_is_refused(given: Any) -> None:
     with pytest.raises(ApiError) as refused:

@@ -24,7 +24,7 @@ class Retention(Feature):
     name = "retention"
     policies = ("lru",)
     fields = ("prompt_cache_retention", "prompt_cache_options")
-    paths = Paths(use=("/v1/sessions",))
+    paths = Paths(use=("/v1/sessions", "/finish_session"))
 
     def router(self, base: "RouterBase") -> "RouterRetention":
         from kvroute.features.retention.router_retention import RouterRetention

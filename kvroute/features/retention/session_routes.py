@@ -17,6 +17,7 @@ Salt = Annotated[str, Query(alias="cache_salt")]  # the namespace of the session
 
 
 @routes.delete("/v1/sessions/{session_id:path}")
+@routes.post("/finish_session")  # as trainers send it, with the id in the query
 async def end_session(
     session_id: str, request: Request, models: Served, model: str | None = None, salt: Salt = ""
 ) -> Response:

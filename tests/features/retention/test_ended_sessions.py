@@ -179,6 +179,9 @@ async def test_a_session_ends_for_every_model_or_for_one() -> None:
     query = {"model": "m", "cache_salt": "s"}
     assert (await application.client.delete("/v1/sessions/x", params=query)).status_code == 200
     assert application.ended == {"m": [number, session_number("s", "x")], "n": [number]}
+    query = {"model": "n", "session_id": "trained"}
+    assert (await application.client.post("/finish_session", params=query)).status_code == 200
+    assert application.ended["n"] == [number, session_number("", "trained")]
 
 
 @pytest.mark.parametrize(
