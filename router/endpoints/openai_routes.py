@@ -39,6 +39,7 @@ from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.endpoints.signs_of_life import SignsOfLife, keep_alive_s
+from kvroute.router.history.readable import left_out
 from kvroute.router.middleware.caller_check import (
     INTERNAL_CALLER,
     at_gate,
@@ -227,13 +228,15 @@ async def answer(
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
+    headers = left_out(call)
     if signs is not None:
-        signs.begin(call)
+        signs.begin(call, headers)
     request.state.model = model = await models.find(call.model, call.caller)
     variant = model.variant(call.model, call.caller.tenant) or ""
     call = model.with_data(replace(call, variant=variant), request.state.kept)
     side = model.extending.get(call.path)
     if side and (answered := await side.answer(call, request)):
+        answered.headers.update(headers)
         return answered
     max_wait_s = model.settings.max_wait_s
     urgency = urgency_of(request.headers, call.body, call.caller, max_wait_s=max_wait_s)
@@ -247,6 +250,7 @@ async def answer(
         hints=hints_of(request.headers, call, model.promises),
     )
     response = await model.requests.answer(call, context, generate)
+    response.headers.update(headers)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)
     report_format = request.headers.get(FORMAT_HEADER)
     if is_complete and call.path in REPORTING and report_format:

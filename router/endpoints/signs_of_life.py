@@ -6,7 +6,7 @@ response before a replica is chosen, so its headers do not contain the replica.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 
 from starlette.requests import Request
@@ -35,14 +35,19 @@ class SignsOfLife:
         self._send = send
         self._every_s = every_s
         self._path = ""
+        self._headers: Mapping[str, str] = {}
         self._timer: asyncio.TimerHandle | None = None  # starts the task
         self._task: asyncio.Task[None] | None = None  # sends the signs
         self._ended = asyncio.Event()
 
-    def begin(self, call: Call) -> None:
-        """Send signs of life from now on, if the answer to the call is a stream."""
+    def begin(self, call: Call, headers: Mapping[str, str]) -> None:
+        """Send signs of life from now on, if the answer to the call is a stream.
+
+        Args:
+            headers: headers of the response that are known before a replica is chosen.
+        """
         if call.body.get("stream") is True and self._every_s and not self._timer:
-            self._path = call.path
+            self._path, self._headers = call.path, headers
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._every_s, self._start)
 
@@ -58,7 +63,7 @@ class SignsOfLife:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        head = StreamingResponse((), media_type=EVENTS).raw_headers
+        head = StreamingResponse((), headers=self._headers, media_type=EVENTS).raw_headers
         self.has_started = True
         with suppress(OSError):  # the client has left
             await self._send({"type": "http.response.start", "status": 200, "headers": head})

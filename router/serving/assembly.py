@@ -26,6 +26,7 @@ from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.questions import Questions
+from kvroute.router.history.readable import readable
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.observability.neighbours import Neighbours
@@ -161,14 +162,17 @@ class Parts:
     async def expand(self, call: Call) -> Expanded:
         """Return a call with what the cluster has stored for it, and the opening of its prompts.
 
-        Special tokens in the client's texts are escaped if --escape-special-tokens is on.
+        Its messages become readable for vLLM's application. Special tokens in the client's texts
+        are escaped if --escape-special-tokens is on.
 
         Raises:
-            ApiError: what the call names is not stored, or makes the prompt too long.
+            ApiError: what the call names is not stored, or makes the prompt too long, or a message
+                cannot be read.
         """
         side = self.extending.get(call.path)
         expanded = await side.expand(call) if side else Expanded(call)
-        call = await self.tokenizer.escaped(expanded.call)
+        call = readable(expanded.call, has_more_messages=expanded.has_more_messages)
+        call = await self.tokenizer.escaped(call)
         return replace(expanded, call=call, opening=await self.opening(call))
 
     async def opening(self, call: Call) -> Opening | None:

@@ -8,6 +8,7 @@ from kvroute.contract.http_call import decode_part, encode_call
 from kvroute.router.api.calls import COUNT_TOKENS, INPUT_TOKENS, Call
 from kvroute.router.api.errors import invalid
 from kvroute.router.dispatch.relay import complete_response
+from kvroute.router.history.readable import readable
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.rendering import Renderer, http_call
 
@@ -28,7 +29,7 @@ async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer)
     is_expanded = call.path == INPUT_TOKENS or await parts.opening(call) is not None
     if generating is not None and is_expanded:
         return await _count_tokens(call, generating, parts, renderer)
-    call = await parts.tokenizer.escaped(call)
+    call = await parts.tokenizer.escaped(readable(call))
     http = msgspec.structs.replace(
         http_call(call, call.raw), request_id=request_id, namespace=call.cache_salt
     )

@@ -43,6 +43,7 @@ ORDER = (
     "kvroute.router.sessions",
     "kvroute.router.placement",
     "kvroute.router.api",
+    "kvroute.router.history",
     "kvroute.router.queueing",
     "kvroute.router.middleware",
     "kvroute.router.prompts",

@@ -1,0 +1,1 @@
+"""Rewrites what agents' clients send into messages that vLLM's application can read."""
