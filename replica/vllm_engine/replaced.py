@@ -79,6 +79,24 @@ IN_APPLICATION = (
         "Clients with strict types need the bytes of tokens, which vLLM leaves out.",
         is_new=True,
     ),
+    Replacement(
+        "vllm.entrypoints.serve.exception_handling.handlers.validation._MAX_REPORTED_ERRORS",
+        "http.fail_fast.MAX_ERRORS",
+        "The error of the type that the client means may be far down in the list.",
+        is_new=True,
+    ),
+    Replacement(
+        "vllm.tool_parsers.structural_tag_registry.resolve_tool_strictness",
+        "http.forced_calls.resolve_tool_strictness",
+        "A forced call has arguments of the tool's schema.",
+        is_new=True,
+    ),
+    Replacement(
+        "vllm.tool_parsers.utils._params_or_empty_object",
+        "http.forced_calls.params_or_object",
+        "The arguments of a forced call are an object, also if the schema names no type.",
+        is_new=True,
+    ),
     *(
         Replacement(
             f"vllm.{module}.{name}",
@@ -148,6 +166,11 @@ OF_OBJECTS = (
         "OpenAIServingResponses._validate_create_responses_input",
         "http.missing_parser.install",
         "Tool calls that nobody parses are refused, in kvroute's words.",
+    ),
+    Replacement(
+        "AnthropicServingMessages.messages_full_converter, message_stream_converter",
+        "http.forced_calls.install",
+        "Arguments that are no object are no error, and a stream counts the prompt once.",
     ),
     Replacement(
         "AnthropicServingMessages.to_chat_completion_request",

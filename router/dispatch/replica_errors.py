@@ -5,35 +5,25 @@ wrong type, vLLM's message is a list of Python dictionaries.
 """
 
 import re
-from collections.abc import Iterator
 
 import msgspec
 
 from kvroute.contract.error_codes import CODES
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.errors import ApiError, body_of, event, shown
+from kvroute.router.dispatch.validation_problems import HEAD, cause
 
 # Longest error message of a replica, in characters. vLLM may quote a whole prompt in a message.
 MAX_MESSAGE = 1500
-MAX_PARSED = 10_000  # characters of a message in which problems are looked for
-MAX_PROBLEMS = 4  # most problems of one body in a message
 TOO_LONG = "maximum context length"  # part of vLLM's messages about prompts that are too long
 # Path -> the field with the prompt, which vLLM calls input_tokens.
 PROMPTS = {"/v1/completions": "prompt", "/v1/responses": "input"}
 PARAMETER = re.compile(r" \(parameter=[^()]*(?:\([^()]*\)[^()]*)*\)$")  # `param` says the same
-PROBLEMS = re.compile(r"\d+ validation errors?\b.*\n")  # first line of a list of problems
-VLLMS = re.compile(  # a problem in vLLM's own list: type, location, message, value
-    r"""^  \{'type': '(\w+)', 'loc': '([^']*)', 'msg': ('[^']*'|"[^"]*")(?:, 'input': (.*?))?"""
-    r"""(?:, 'ctx': .*)?\}$""",
-    re.MULTILINE,
-)
-CONTAINER = re.compile(r"<(dict|list) of \d+ items>")
 # A message of vLLM that begins with the field of the body that is wrong.
 NAMED = re.compile(
     "(n|seed|temperature|top_p|top_k|min_p|(?:presence|frequency|repetition)_penalty"
     "|(?:max|min)_tokens|(?:prompt_)?logprobs|bad_words) (?:must|cannot)"
 )
-PROBLEM = re.compile(r"^(\S+)\n  (.+?) \[type=", re.MULTILINE)  # of pydantic's own list
 
 
 def replica_error(data: bytes, status: int, *, path: str) -> bytes:
@@ -88,7 +78,7 @@ def _converted(message: str, param: object, code: object, status: int, path: str
     known = next((known for known in CODES if known == code), None)
     if known is None and TOO_LONG in message:
         known = "context_length_exceeded"
-    if PROBLEMS.match(message):
+    if HEAD.match(message):
         param, message = _summary(message)
     elif param is None and (begins := NAMED.match(message)):
         param = begins[1]
@@ -100,35 +90,12 @@ def _converted(message: str, param: object, code: object, status: int, path: str
 
 def _summary(message: str) -> tuple[str | None, str]:
     """Return the field and a sentence for a list of problems; the list itself if it is unknown."""
-    if problems := [*_problems(message)]:
-        name, given, _ = problems[0]
-        reasons = dict.fromkeys(reason for field, _, reason in problems if field == name)
-        return name, f"{name} {given}{', or '.join([*reasons][:MAX_PROBLEMS])}"
-    if found := PROBLEM.findall(message[:MAX_PARSED]):
-        parts = dict.fromkeys(f"{_field(where)}: {_reason(why)}" for where, why in found)
-        return (
-            "messages",
-            f"the content of a message is not valid: {'; '.join([*parts][:MAX_PROBLEMS])}",
-        )
-    return None, message
-
-
-def _problems(message: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the field, its value and what is wrong, for each problem in vLLM's list."""
-    for kind, location, quoted, value in VLLMS.findall(message[:MAX_PARSED]):
-        name = _field(location)
-        if kind == "missing":
-            yield name, "is missing", ""
-        else:
-            value = CONTAINER.sub(r"a \1", value.strip("'\""))
-            yield name, f"is {_shortened(value, 80)}; ", _reason(quoted[1:-1])
-
-
-def _reason(message: str) -> str:
-    """Return pydantic's message in kvroute's words."""
-    message = message.removeprefix("Value error, ")
-    message = message.replace("Input should be", "expected").replace("Field required", "is missing")
-    return message[:1].lower() + message[1:]
+    if (found := cause(message)) is None:
+        return None, message
+    name, sentence = found
+    if name[:1].isdigit():  # vLLM has checked a part of a message without its place
+        return "messages", f"the content of a message is not valid: {sentence}"
+    return name, sentence
 
 
 def _field(location: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvroute.router.api.calls import MEDIA, objects
+from kvroute.router.api.errors import invalid
 from kvroute.router.history.block_texts import (
     FAILED,
     UNFINISHED,
@@ -113,6 +114,10 @@ def _message(item: Item, where: str) -> Iterator[Item]:
         read = _parts(content, f"{where}.content", "input_text")
         yield item if same(read, content) else {**item, "content": read}
     elif content:
+        for index, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind is not None and kind not in TEXTS:
+                raise unknown_type(f"{where}.content.{index}", kind, TEXTS[:2])
         joined = _joined(content, "output_text")
         is_read = joined is content
         yield item if is_read else {**item, "content": [{**joined[0], "annotations": []}]}
@@ -166,6 +171,9 @@ def _chat_message(message: Any, where: str) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind is not None and kind not in CHAT_PARTS and kind not in OTHER_CHAT_PARTS:
             raise unknown_type(f"{where}.content.{index}", kind, CHAT_PARTS)
+        if kind == "text" and "text" not in part:
+            field = f"{where}.content.{index}.text"
+            raise invalid(field, f"{field} is missing")
     read = _parts(content, f"{where}.content", "text")
     return message if same(read, content) else {**message, "content": read}
 

@@ -80,7 +80,11 @@ def test_documents_and_search_results_are_text_in_messages_and_in_results() -> N
         {"type": "tool_result", "tool_use_id": "t", "content": [DOCUMENT, IMAGE, SEARCH]}
     )
     assert result["content"] == [inlined[0], IMAGE, inlined[1]]
-    parts = {"type": "document", "title": "T", "source": {"type": "content", "content": [TEXT, IMAGE]}}
+    parts = {
+        "type": "document",
+        "title": "T",
+        "source": {"type": "content", "content": [TEXT, IMAGE]},
+    }
     assert content(parts) == [text("T"), TEXT, IMAGE]
     body = read(MESSAGES, messages=[message(TEXT)], system=[TEXT, DOCUMENT])
     assert body["system"] == [TEXT, inlined[0]]
@@ -89,7 +93,7 @@ def test_documents_and_search_results_are_text_in_messages_and_in_results() -> N
 @pytest.mark.parametrize(
     ("block", "names"),
     [
-        (PDF, ['messages.1.content.1 is a document', '"base64"', '"application/pdf"', "text"]),
+        (PDF, ["messages.1.content.1 is a document", '"base64"', '"application/pdf"', "text"]),
         ({"type": "video"}, ['messages.1.content.1 has the type "video"', "search_result"]),
         ({"text": "Hi"}, ["messages.1.content.1 has no type", "expected text, image"]),
         (
@@ -217,14 +221,21 @@ def test_files_with_text_are_read_and_others_are_refused_by_their_place() -> Non
     assert answered["output"] == [named]
     chat = read(CHATS, messages=[message({"type": "file", "file": FILE})])
     assert chat["messages"] == [message(text("n.txt", "Süß"))]
+    stored = [named, {"type": "input_file", "file_id": "f"}]
     with pytest.raises(ApiError, match=r"input\.1\.content\.1 is a file .*file_id"):
-        part = {"type": "input_file", "file_id": "f"}
-        header(RESPONSES, input=[message(), message({"type": "input_text", "text": "x"}, part)])
+        header(RESPONSES, input=[message(), message(*stored)])
     pdf = {"type": "file", "file": {"file_data": "data:application/pdf;base64,AA=="}}
     with pytest.raises(ApiError, match=r"messages\.0\.content\.0 is a file .*pdf"):
         header(CHATS, messages=[message(pdf)])
     with pytest.raises(ApiError, match=r'messages\.0\.content\.1 has the type "movie"; expected'):
         header(CHATS, messages=[message(TEXT, {"type": "movie"})])
+    with pytest.raises(ApiError, match=r"messages\.0\.content\.0\.text is missing"):
+        header(CHATS, messages=[message({"type": "text"})])
+    said = message({"type": "movie"}, role="assistant")
+    with pytest.raises(
+        ApiError, match=r'input\.0\.content\.0 has .*"movie"; .* output_text, refus'
+    ):
+        header(RESPONSES, input=[said])
 
 
 @pytest.mark.parametrize(

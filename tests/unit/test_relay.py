@@ -334,7 +334,7 @@ def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
             "[type=literal_error, input_value='x']\n    For further information visit a page",
             "messages",
             "invalid_value",
-            "the content of a message is not valid: 0.type: expected 'text'",
+            "the content of a message is not valid: 0.type is x; expected 'text'",
         ),
         (
             "This model's maximum context length is 8 tokens. (parameter=input_tokens, value=9)",
@@ -356,6 +356,67 @@ def test_an_error_of_vllm_is_said_in_our_words(
         "param": param,
         "code": code,
     }
+
+
+def listed(*problems: tuple[str, str, str, str], cut: bool = False) -> str:
+    """Return a list of problems in vLLM's form, from the kind, place, reason and value of each."""
+    lines = [
+        f"  {{'type': '{kind}', 'loc': 'body.{place}', 'msg': \"{reason}\", 'input': '{value}'}}"
+        for kind, place, reason, value in problems
+    ]
+    more = ["  ...and 90 more errors"] if cut else []
+    return "\n".join([f"{len(lines)} validation errors:", *lines, *more])
+
+
+BLOCK = ("literal_error", "messages.0.content.0.type", "Input should be 'a'", "b")
+LIST = ("string_type", "messages.0.content", "Input should be a valid string", "<list of 1 items>")
+OTHER = ("literal_error", "input.0.Other.type", "Input should be 'other'", "mine")
+LESS = ("missing", "input.0.Other.id", "Field required", "<dict of 1 items>")
+THIRD = ("literal_error", "input.0.Third.type", "Input should be 'third' or 'fourth'", "mine")
+FIELD = ("string_type", "input.0.Mine.text", "Input should be a valid string", "5")
+PART = ("literal_error", "input.0.Mine.parts.1.A.type", "Input should be 'a'", "c")
+PART_2 = ("literal_error", "input.0.Mine.parts.1.B.type", "Input should be 'b'", "c")
+NO_OBJECT = ("model_type", "input.0.Mine", "Input should be a valid dictionary", "x")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            listed(
+                LIST, ("literal_error", "messages.0.content.0.type", "Input should be 'a'", "b")
+            ),
+            "messages.0.content.0.type is b; expected 'a'",
+        ),
+        (listed(LESS, OTHER, FIELD, THIRD), "input.0.text is 5; expected a valid string"),
+        (listed(LESS, OTHER, THIRD), "input.0.type is mine; expected 'other', 'third', 'fourth'"),
+        (listed(LESS, OTHER, PART, PART_2), "input.0.parts.1.type is c; expected 'a', 'b'"),
+        (listed(LESS, OTHER, THIRD, cut=True), "input.0 is not a valid object of the type mine"),
+        (listed(NO_OBJECT), "input.0 is x; expected an object"),
+        (
+            listed(("missing", "input.0.Mine", "Field required", "<dict of 2 items>")),
+            "input.0.arguments is missing",
+        ),
+        (
+            listed(
+                (
+                    "union_tag_invalid",
+                    "thinking",
+                    "Input tag 'c' found using 'type' does not match any of the expected tags: "
+                    "'a', 'b'",
+                    "<dict of 1 items>",
+                )
+            ),
+            "thinking.type is c; expected 'a', 'b'",
+        ),
+    ],
+)
+def test_of_an_error_of_a_union_the_innermost_cause_is_told(message: str, expected: str) -> None:
+    error = {"message": message, "type": "Bad Request", "param": "body.x", "code": 400}
+    data = json.dumps({"error": error}).encode()
+    told = json.loads(replica_error(data, 400, path="/v1/responses"))["error"]
+    assert told["message"] == expected
+    assert told["param"] == expected.split(" ")[0]
 
 
 def test_an_error_in_a_stream_of_vllm_has_our_code() -> None:

@@ -23,11 +23,10 @@ PARAMETERS = {
     "required": ["city"],
     "additionalProperties": False,
 }
-# vLLM holds the model to the parameters of a strict tool only.
-FUNCTION = {"name": "weather", "parameters": PARAMETERS, "strict": True}
+FUNCTION = {"name": "weather", "parameters": PARAMETERS}  # its calls are forced, so it is strict
 CHAT_TOOL = {"type": "function", "function": FUNCTION}
 RESPONSES_TOOL = {"type": "function", **FUNCTION}
-ANTHROPIC_TOOL = {"name": "weather", "input_schema": PARAMETERS, "strict": True}
+ANTHROPIC_TOOL = {"name": "weather", "input_schema": PARAMETERS}
 
 USER = {"role": "user", "content": QUESTION}
 CHAT: Any = {"model": BUILTIN_MODEL, "messages": [USER], "temperature": 0, "max_tokens": 12}
@@ -242,6 +241,48 @@ def test_the_changing_first_line_of_claude_code_costs_no_cache(claude: anthropic
 
     assert cached_tokens("cc_version=2.1.39.c39; cch=56445;") == 0
     assert (cached_tokens("cc_version=2.1.39.d47; cch=91120;") or 0) > 400
+
+
+def test_a_stream_counts_the_prompt_as_often_as_the_whole_message(
+    claude: anthropic.Anthropic,
+) -> None:
+    asked = {**MESSAGE, "system": "You write tests. " * 50}
+    claude.messages.create(**asked)
+    whole = claude.messages.create(**asked).usage
+    events = list(claude.messages.create(**asked, stream=True))
+    first, last = (each for each in events if each.type in ("message_start", "message_delta"))
+    for usage in (first.message.usage, last.usage):
+        assert usage.input_tokens == whole.input_tokens
+        assert usage.cache_read_input_tokens == whole.cache_read_input_tokens > 0
+
+
+def test_a_session_of_anthropics_servers_goes_on(claude: anthropic.Anthropic) -> None:
+    used = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}}
+    found = [{"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "x"}]
+    result = {"type": "web_search_tool_result", "tool_use_id": "s", "content": found}
+    tools = [{"type": "web_search_20250305", "name": "web_search"}, ANTHROPIC_TOOL]
+    messages = [USER, {"role": "assistant", "content": [used, result]}, USER]
+    asked = {**MESSAGE, "messages": messages, "tools": tools}
+    answer = claude.messages.with_raw_response.create(**asked)
+    left_out = "server_tool_use, web_search_tool_result, web_search_20250305"
+    assert answer.headers["x-kvroute-left-out"] == left_out
+    counted = claude.messages.count_tokens(model=BUILTIN_MODEL, messages=messages, tools=tools)
+    usage = answer.parse().usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_a_call_without_a_schema_has_an_object_as_its_arguments(
+    client: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    function = {"name": "f", "parameters": {"properties": {"n": {"enum": [1, 2]}}}}
+    tools = [{"type": "function", "function": function}]
+    asked: Any = {**CHAT, "tools": tools, "tool_choice": "required", "max_tokens": ENOUGH}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    assert isinstance(json.loads(call.function.arguments), dict)
+    cut: Any = {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 9}
+    message = claude.messages.create(**{**MESSAGE, **cut})
+    assert message.stop_reason == "max_tokens"
+    assert all(isinstance(block.input, dict) for block in message.content if block.type != "text")
 
 
 def test_what_claude_code_says_of_its_session_is_understood(

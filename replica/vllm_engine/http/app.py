@@ -61,6 +61,7 @@ from kvroute.replica.vllm_engine.core.rank_core import AtRank
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 from kvroute.replica.vllm_engine.http import (
     fail_fast,
+    forced_calls,
     inline_system,
     media,
     missing_parser,
@@ -139,6 +140,7 @@ class HttpApp:
         missing_parser.install(app, args.tool_call_parser)
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
+            forced_calls.install(messages)
             # vLLM renders an example prompt to compute this value, and keeps the value. During a
             # request with token ids from the router, the renderer would return these ids instead.
             await messages._get_disabled_thinking_effort()

@@ -11,6 +11,10 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic_core import SchemaValidator
 
+# Most errors that vLLM's application reports. Its own limit of 10 is less than a union of the
+# Responses API has types, so the error of the type that the client means could be missing.
+MAX_ERRORS = 500
+
 
 def install(app: FastAPI) -> None:
     """Change the validation of bodies in all routes of vLLM's application."""

@@ -95,9 +95,9 @@ class RequestRun:
         self._can_continue = True
         # Numbers of prompt tokens that were read from the cache and written to it. None: no output
         # has reported them yet.
-        self._counts: tuple[int, int] | None = None
+        self.counts: tuple[int, int] | None = None
         if call.deltas:  # another replica has begun the response
-            self._counts = call.cached_tokens, call.written_tokens
+            self.counts = call.cached_tokens, call.written_tokens
 
     async def respond(self, app: Any) -> None:
         """Run the application and emit its response. Cancelling this call aborts the request."""
@@ -176,7 +176,7 @@ class RequestRun:
         tokens, data = tuple(self._token_ids), b"".join(self._data)
         if self._status >= 400:
             data = option_names.replaced(data)
-        cached_tokens, written_tokens = self._counts or (0, 0)
+        cached_tokens, written_tokens = self.counts or (0, 0)
         part = HttpPart(
             data,
             self._status,
@@ -298,9 +298,9 @@ class RequestRun:
 
         If another replica has begun the response, these are that replica's numbers.
         """
-        if self._counts is None:
-            self._counts = output.num_cached_tokens or 0, output.num_cache_creation_tokens or 0
-        output.num_cached_tokens, output.num_cache_creation_tokens = self._counts
+        if self.counts is None:
+            self.counts = output.num_cached_tokens or 0, output.num_cache_creation_tokens or 0
+        output.num_cached_tokens, output.num_cache_creation_tokens = self.counts
         return output
 
 

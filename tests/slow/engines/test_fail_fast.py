@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
+from kvroute.router.dispatch.replica_errors import parsed_error
 from tests.support import bodies
 from tests.support.bodies import ASK, CHATS, COMPLETIONS, MESSAGES, RESPONSES, Body
 
@@ -92,6 +95,50 @@ def test_many_bad_items_have_no_more_errors_than_one(
     one, all_ = [len(errors(ours[path], base | body(many))) for many in (1, MANY)]
     assert one == all_ > 0
     assert len(errors(stock[path], base | body(MANY))) >= MANY
+
+
+USER = {"role": "user"}
+PARTS = [{"type": "input_text", "text": "a"}, PART]
+CAUSES: list[tuple[str, Body, str]] = [
+    (MESSAGES, {"messages": [USER | {"content": [PART]}]}, "messages.0.content.0.type is nothing"),
+    (RESPONSES, {"input": [USER | {"content": PARTS}]}, "input.0.content.1.type is nothing"),
+    (RESPONSES, {"input": [USER | {"content": 5}]}, "input.0.content is 5"),
+    (RESPONSES, {"input": [PART]}, "input.0.type is nothing; expected 'message', 'file_search"),
+    (RESPONSES, {"input": [{"role": "x", "content": PARTS}]}, "input.0.role is x; expected 'user'"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+        "input.0.output is 5; expected a valid string",
+    ),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]},
+        "input.0.arguments is missing",
+    ),
+    (RESPONSES, {"input": "a", "tools": [{"type": "function"}]}, "tools.0.name is missing"),
+    (CHATS, {"messages": [USER | {"content": 5}]}, "messages.0.content is 5; expected a valid str"),
+    (CHATS, {"messages": ASK, "stop": ["a", 5]}, "stop.1 is 5; expected a valid string"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), CAUSES)
+async def test_the_innermost_cause_of_an_error_is_told(
+    ours: Checks, monkeypatch: pytest.MonkeyPatch, path: str, body: Body, expected: str
+) -> None:
+    from vllm.entrypoints.serve.exception_handling.handlers import validation
+
+    from kvroute.replica.vllm_engine.http.fail_fast import MAX_ERRORS
+
+    monkeypatch.setattr(validation, "_MAX_REPORTED_ERRORS", MAX_ERRORS)
+    with pytest.raises(ValidationError) as raised:
+        ours[path].validate_python({"model": "m", "max_tokens": 3} | deepcopy(body))
+    found = raised.value.errors(include_url=False)
+    listed = [{**each, "loc": ("body", *each["loc"])} for each in found]
+    app: Any = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(log_error_stack=False)))
+    answer = await validation.validation_exception_handler(
+        SimpleNamespace(app=app), RequestValidationError(listed)
+    )
+    assert parsed_error(bytes(answer.body), 400, path=path).message.startswith(expected)
 
 
 def test_other_errors_are_vllms(stock: Checks, ours: Checks) -> None:
