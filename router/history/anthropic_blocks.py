@@ -114,7 +114,7 @@ def _tool_result(result: Block, where: str) -> Block:
     parts = [_text(content)] if isinstance(content, str) and content else content or []
     if not isinstance(parts, list):
         return result
-    read = []
+    read: list[Block] = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in RESULT_BLOCKS:

@@ -123,7 +123,7 @@ def test_a_block_that_cannot_be_read_is_refused_by_its_place_and_type(
 def test_blocks_of_the_vendors_servers_are_left_out_and_their_text_stays() -> None:
     compaction = {"type": "compaction", "content": "So far: nothing.", "encrypted_content": "x"}
     fetched = {"type": "web_fetch_result", "url": "http://b", "content": DOCUMENT}
-    blocks = [
+    blocks: list[Any] = [
         *(TEXT, SERVER_USE, SERVER_RESULT, compaction, {**USE, "type": "mcp_tool_use"}),
         {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": fetched},
         {"type": "mcp_tool_result", "tool_use_id": "m", "content": [TEXT]},

@@ -277,7 +277,8 @@ def test_a_call_without_a_schema_has_an_object_as_its_arguments(
     function = {"name": "f", "parameters": {"properties": {"n": {"enum": [1, 2]}}}}
     tools = [{"type": "function", "function": function}]
     asked: Any = {**CHAT, "tools": tools, "tool_choice": "required", "max_tokens": ENOUGH}
-    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    calls: Any = client.chat.completions.create(**asked).choices[0].message.tool_calls
+    (call,) = calls
     assert isinstance(json.loads(call.function.arguments), dict)
     cut: Any = {"tools": [ANTHROPIC_TOOL], "tool_choice": {"type": "any"}, "max_tokens": 9}
     message = claude.messages.create(**{**MESSAGE, **cut})

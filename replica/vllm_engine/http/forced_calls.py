@@ -41,7 +41,8 @@ def resolve_tool_strictness(
     """
     mode = getattr(tool_choice, "mode", tool_choice)  # a choice among some tools has a mode
     if mode in (None, "auto", "none"):
-        return vllm_resolve(tools, tool_choice, strict_level)
+        unforced: Sequence[Any] | None = vllm_resolve(tools, tool_choice, strict_level)
+        return unforced
     strict = vllm_resolve(tools, tool_choice, ToolStrictLevel.PARAMETER) or ()
     return [_of_object(tool) for tool in strict]
 
@@ -72,7 +73,8 @@ def install(serving: AnthropicServingMessages) -> None:
         return message
 
     def stream(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        return vllm_stream(_counted(events))
+        converted: AsyncGenerator[str, None] = vllm_stream(_counted(events))
+        return converted
 
     serving.messages_full_converter = whole
     serving.message_stream_converter = stream
