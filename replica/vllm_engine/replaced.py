@@ -60,7 +60,7 @@ IN_APPLICATION = (
     ),
     Replacement(
         "vllm.sampling_params.SamplingParams.update_from_tokenizer",
-        "http.bad_words.update_from_tokenizer",
+        "http.sampling_checks.update_from_tokenizer",
         "Too many tokens in bad_words would end the engine.",
     ),
     Replacement(

@@ -1,5 +1,8 @@
 """Rejects requests with sampling parameters that vLLM accepts, but cannot run well."""
 
+from typing import Any
+
+from vllm import envs
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
@@ -8,6 +11,8 @@ from vllm.sampling_params import SamplingParams
 # Maximum number of log-probabilities of a prompt. The event loop handles all of them without a
 # pause, and each takes 6 us of CPU time.
 MAX_PROMPT_LOGPROBS = 131_072
+
+vllm_update_from_tokenizer = SamplingParams.update_from_tokenizer
 
 
 def check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
@@ -50,4 +55,21 @@ def check_takes_tokens(config: ModelConfig) -> None:
     if config.is_encoder_decoder:
         raise ValueError(
             "the model has an encoder, so it needs a recording; it takes no prompt of token ids"
+        )
+
+
+def update_from_tokenizer(self: SamplingParams, tokenizer: Any) -> None:
+    """Tokenise bad_words as vLLM does, and check the number of tokens of all words together.
+
+    On GPUs, vLLM's engine crashes at a request with more of them. Before the engine, vLLM only
+    checks the number of words.
+    """
+    vllm_update_from_tokenizer(self, tokenizer)
+    tokens = sum(map(len, self.bad_words_token_ids or ()))
+    max_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
+    if tokens > max_tokens:
+        raise VLLMValidationError(
+            f"the words in bad_words have {tokens} tokens together, but the limit is {max_tokens}; "
+            "send fewer or shorter words",
+            parameter="bad_words",
         )
