@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
@@ -187,24 +188,6 @@ class BlockFiles:
                 part.rename(trash / part.name)
         return trash
 
-    def measured_bytes_per_s(self) -> float:
-        """Measure how fast the disk reads a file that is not in the page cache.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        path, size = self._own / NEW / secrets.token_hex(16), self.file_bytes
-        try:
-            with _locked_file(path) as file:
-                _write(file.fileno(), bytes(size))
-                os.fsync(file)
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                began_s = time.perf_counter()
-                os.pread(file.fileno(), size, 0)
-                return size / max(1e-9, time.perf_counter() - began_s)
-        finally:
-            _remove(path)
-
     def _path(self, block: StoredBlock) -> Path:
         key = block.key.hex()
         return self._own / key[:2] / f"{key}-{block.fingerprint:016x}.kv"
@@ -245,6 +228,22 @@ class BlockFiles:
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(path)
+
+
+def measured_bytes_per_s(folder: Path, size: int) -> float:
+    """Measure how fast a disk reads a file of this size that is not in the page cache.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder, buffering=0) as file:
+        _write(file.fileno(), bytes(size))
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began_s = time.perf_counter()
+        os.pread(file.fileno(), size, 0)
+        return size / max(1e-9, time.perf_counter() - began_s)
 
 
 def _locked_file(path: Path) -> FileIO:

@@ -58,7 +58,7 @@ from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.pulls import EnginePulls
+from kvroute.replica.vllm_engine.pulls import EnginePulls, weights_of
 from kvroute.replica.vllm_engine.replaced import BEFORE_START, BEFORE_START_ON_CPU, apply
 from kvroute.replica.vllm_engine.smoke_test import run_smoke_test
 from kvroute.replica.vllm_engine.vllm_args import engine_args
@@ -132,12 +132,15 @@ class VllmEngine(Engine):
             CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.
         """
         crash_log, ranks = CrashLog(), range(settings.data_parallel_size)
+        weights = weights_of(settings, model)
         subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
             args = engine_args(settings, model, subscriptions)
             front = front_args(settings.engine_args)
             choose_reasoning_parser(args, front.get("chat_template"))
             llm = await asyncio.to_thread(_load, args, stats, cores)
+            if weights:
+                weights.start()
             for subscription in subscriptions:
                 await subscription.connect(has_publisher=settings.prefix_caching)
             rank_cores = [RankCore(llm, rank) for rank in ranks]
@@ -155,9 +158,14 @@ class VllmEngine(Engine):
             )
             for core in rank_cores:
                 await run_smoke_test(core, crash_log)
-            pulls = [await EnginePulls.start(core, settings, host, secret) for core in rank_cores]
+            pulls = [
+                await EnginePulls.start(core, settings, host, secret, weights)
+                for core in rank_cores
+            ]
             await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
+            if weights:
+                weights.stop()
             for subscription in subscriptions:
                 subscription.close()
             if isinstance(error, CannotRunError) or not isinstance(error, Exception):
@@ -351,6 +359,7 @@ class VllmEngine(Engine):
 
     async def close(self) -> None:
         """Close this rank. Closing rank 0 shuts vLLM down for all ranks."""
+        self._pulls.close()
         if self._core.rank == 0:
             self._http.close()
             await asyncio.to_thread(self._llm.shutdown, timeout=self._pulls.stop_s)

@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.process.builtin_model import resolve
-from kvroute.replica.fabric.block_format import weights_digest
 from kvroute.replica.fabric.pull import (
     OFF,
     Exchanging,
@@ -21,6 +20,7 @@ from kvroute.replica.fabric.pull import (
     pull_key,
 )
 from kvroute.replica.fabric.pull_speed import PullSpeed
+from kvroute.replica.fabric.weights import Weights
 from kvroute.replica.vllm_engine.blocks.events import Pulled
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.host.args import slower_tiers
@@ -28,7 +28,23 @@ from kvroute.replica.vllm_engine.host.tier import OpenTiers
 from kvroute.replica.vllm_engine.process.quick_end import STOP_S
 from kvroute.settings.replica import ReplicaSettings
 
+log = logging.getLogger("kvroute.replica")
+
 Run = Callable[[GenerateRequest, Emit], Awaitable[None]]
+
+
+def weights_of(settings: ReplicaSettings, model: str) -> Weights | None:
+    """Return the weights that an engine is about to read; None: no tier depends on them."""
+    if not slower_tiers(settings):
+        return None
+    cache = settings.engine_args.get("download_dir")
+    return Weights(
+        model,
+        settings.revision,
+        adapters=settings.adapters,
+        cache=cache if isinstance(cache, str) else None,
+        are_random=settings.engine_args.get("load_format") == "dummy",
+    )
 
 
 class EnginePulls:
@@ -43,23 +59,59 @@ class EnginePulls:
         """
         self.opened, self.stop_s = opened, stop_s
         self._speed = PullSpeed(LinkSpeed(opened.latency_s, opened.bytes_per_s))
+        self._weights: Weights | None = None
+        self._opening: asyncio.Task[None] | None = None  # waits until the weights are known
         # Id of a running request with a pull -> its result, as soon as it is known.
         self._results: dict[str, asyncio.Future[PullResult]] = {}
 
     @classmethod
     async def start(
-        cls, core: RankCore, settings: ReplicaSettings, host: str, secret: bytes
+        cls,
+        core: RankCore,
+        settings: ReplicaSettings,
+        host: str,
+        secret: bytes,
+        weights: Weights | None,
     ) -> "EnginePulls":
-        """Open the tiers behind a rank's host memory, if it has any; see VllmEngine.start."""
-        if not slower_tiers(settings):
+        """Open the tiers behind a rank's host memory, if it has any; see VllmEngine.start.
+
+        They stay closed until the engine's weights are known.
+        """
+        if weights is None:
             return cls(OpenTiers())
-        key = pull_key(secret) if secret else b""
-        weights = await asyncio.to_thread(
-            weights_digest, resolve(settings.model), settings.revision, settings.adapters
-        )
-        tls = [*settings.tls]
-        plain = await core.call("kvroute_open_tiers", host, [*settings.ports], key, weights, tls)
-        return cls(OpenTiers(**plain), stop_s=STOP_S)
+        if weights.digest == "":
+            return cls(OpenTiers(), stop_s=STOP_S)
+        key, tls = pull_key(secret) if secret else b"", [*settings.tls]
+
+        async def opened(digest: str) -> OpenTiers:
+            args = (host, [*settings.ports], key, digest, tls)
+            return OpenTiers(**await core.call("kvroute_open_tiers", *args))
+
+        pulls = cls(await opened(weights.digest or ""), stop_s=STOP_S)
+        pulls._weights = weights
+        if weights.digest is None:
+            pulls._opening = asyncio.create_task(pulls._open_later(weights, opened))
+        return pulls
+
+    async def _open_later(
+        self, weights: Weights, opened: Callable[[str], Awaitable[OpenTiers]]
+    ) -> None:
+        digest = await weights.known()
+        if not digest:
+            return
+        try:
+            self.opened = await opened(digest)
+        except Exception:
+            log.exception("the tiers behind host memory cannot be opened")
+            return
+        self._speed = PullSpeed(LinkSpeed(self.opened.latency_s, self.opened.bytes_per_s))
+
+    def close(self) -> None:
+        """Stop to find out the weights."""
+        if self._weights:
+            self._weights.stop()
+        if self._opening:
+            self._opening.cancel()
 
     @property
     def exchanging(self) -> Exchanging:

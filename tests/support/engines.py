@@ -140,6 +140,10 @@ async def started_ranks(
         for number, (engine, table) in enumerate(zip(engines, tables, strict=True))
     ]
     pumps = [asyncio.create_task(running.pump()) for running in ranks]
+    if kind == "vllm" and (settings.disk_cache or settings.replica_features):
+        # The weights are hashed in the background, which opens the tiers behind host memory.
+        for running in ranks:
+            await until(lambda running=running: running.exchanger.exchanging().format)  # type: ignore[misc]
     yield ranks
     for pump in pumps:
         pump.cancel()

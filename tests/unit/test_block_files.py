@@ -18,7 +18,12 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replica.fabric import block_files
-from kvroute.replica.fabric.block_files import BlockFiles, StoredBlock, UnsafeFolderError
+from kvroute.replica.fabric.block_files import (
+    BlockFiles,
+    StoredBlock,
+    UnsafeFolderError,
+    measured_bytes_per_s,
+)
 
 ROW_BYTES = 3_000
 FORMAT, OTHER = "a" * 64, "b" * 64
@@ -273,6 +278,6 @@ def test_formats_that_nobody_uses_are_deleted_when_space_is_needed(
     assert len(blocks(files)) == 2
 
 
-def test_the_speed_of_the_disk_is_measured(files: BlockFiles) -> None:
-    assert files.measured_bytes_per_s() > 0
-    assert list((files._own / block_files.NEW).iterdir()) == []
+def test_the_speed_of_the_disk_is_measured(tmp_path: Path) -> None:
+    assert measured_bytes_per_s(tmp_path / "cache", ROW_BYTES) > 0
+    assert list((tmp_path / "cache").iterdir()) == []

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvroute.contract.keep import RetentionHint
 from kvroute.replica.engine.copy_speed import CopySpeed
-from kvroute.replica.fabric.block_files import BlockFiles, StoredBlock, Survey
+from kvroute.replica.fabric.block_files import BlockFiles, StoredBlock, Survey, measured_bytes_per_s
 from kvroute.replica.fabric.protocol import Rows
 from kvroute.replica.vllm_engine.host.disk_index import DiskIndex
 from kvroute.replica.vllm_engine.host.events import HostEvents
@@ -124,18 +124,19 @@ class DiskTier(SecondaryTierManager):
         """
         self._events, self._meter = events, meter
 
-    def open(self, format_: str) -> float:
-        """Open the folder, and return the speed of reads in bytes per second.
-
-        Raises:
-            OSError: The folder cannot be used.
-        """
-        files = BlockFiles(self._folder, format_, self._block_size_bytes)
-        bytes_per_s = files.measured_bytes_per_s()
-        survey = files.survey(self._max_bytes)
-        self._speed, self._files = CopySpeed(bytes_per_s), files
-        self._apply(survey)
+    def measured(self) -> float:
+        """Return the speed of reads in bytes per second. Raises OSError: the folder is unusable."""
+        bytes_per_s = measured_bytes_per_s(self._folder, self._block_size_bytes)
+        self._speed = CopySpeed(bytes_per_s)
         return bytes_per_s
+
+    def open(self, format_: str, *, is_running: bool) -> None:
+        """Open the folder; list its files later if there are requests. Raises OSError."""
+        files = BlockFiles(self._folder, format_, self._block_size_bytes)
+        survey = None if is_running else files.survey(self._max_bytes)
+        self._files = files
+        if survey:
+            self._apply(survey)
 
     # Methods that vLLM calls.
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvroute.replica")
 
+DISK_OFF = "the disk cache is off: %s; choose another folder"
+
 
 class OpenTiers(NamedTuple):
     """What a replica publishes about its slower tiers, besides their sizes."""
@@ -81,6 +83,7 @@ class SchedulerHostTier:
         self._host.kvroute_on_stored = self.record_stored
         self._peers: PeerTier | None = _tier(manager, "PeerTier")
         self._disk: DiskTier | None = _tier(manager, "DiskTier")
+        self._has_begun = False  # whether `open` was called
 
     def begin(self, space: Space, division: Division) -> Division:
         """Start to emit events with fingerprints, and to compare reloading with computing.
@@ -119,28 +122,40 @@ class SchedulerHostTier:
     ) -> OpenTiers:
         """Open the slower tiers: serve blocks to other replicas, and read the disk cache.
 
-        A problem with one of them switches it off, and nothing else.
+        A problem with one of them switches it off, and nothing else. Call this before the first
+        request. If the weights are not known then, call it again when they are; until then, only
+        the speed of the disk is known.
 
         Args:
             host: The address on which to listen.
             ports: The ports to try.
             key: Pulls must prove to know this key.
-            weights: Digest of the model's weights.
+            weights: Digest of the model's weights; empty: not known yet.
             tls: The replica's settings for TLS.
         """
+        is_running, self._has_begun = self._has_begun, True
+        opened = OpenTiers()
+        if self._disk and not is_running:
+            try:
+                opened = opened._replace(disk_bytes_per_s=self._disk.measured())
+            except OSError as error:
+                log.warning(DISK_OFF, error)
+                self._disk = None
+        if not weights:
+            return opened
         # Imported only here: if it does not fit the installed vLLM, these tiers are off.
         from kvroute.replica.vllm_engine.host.block_facts import block_facts
 
-        opened = OpenTiers()
         if tier := self._peers or self._disk:
             row_bytes = tier.block_size_bytes
             facts = block_facts(self._connector, self._space, weights=weights, row_bytes=row_bytes)
             opened = opened._replace(format=format_of(facts))
         if self._disk:
             try:
-                opened = opened._replace(disk_bytes_per_s=self._disk.open(opened.format))
+                self._disk.open(opened.format, is_running=is_running)
             except OSError as error:
-                log.warning("the disk cache is off: %s; choose another folder", error)
+                log.warning(DISK_OFF, error)
+                opened = opened._replace(disk_bytes_per_s=0.0)
         if self._peers and key:
             try:
                 opened = self._serve(self._peers, opened, host, ports, key=key, tls=tls)

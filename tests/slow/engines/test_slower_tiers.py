@@ -103,6 +103,24 @@ def test_formats_that_differ_exchange_nothing(start: Callable[..., "Tiered"]) ->
     assert [result.reason for result in own.pulled] == ["refused"]
 
 
+def test_nothing_is_shared_until_the_weights_are_known(
+    start: Callable[..., "Tiered"], tmp_path: Path
+) -> None:
+    peer, own = start(), start(weights="", own=disk(tmp_path))
+    peer.ask(0, PROMPT)
+    assert own.opened.disk_bytes_per_s > 0
+    assert own.ask(0, PROMPT, pull=pull_from(peer)) == 0
+    settle(own)
+    assert not [*(tmp_path / "cache").iterdir()]
+    assert own.open("w").address
+    peer.ask(1_000, PROMPT)
+    assert own.ask(1_000, PROMPT, pull=pull_from(peer)) == PROMPT - 1
+    settle(own)
+    assert published_on_disk(own) >= BLOCKS
+    first = start(own=disk(tmp_path))
+    assert first.ask(1_000, PROMPT) == PROMPT - 1
+
+
 def test_a_request_that_only_pulls_is_never_computed(start: Callable[..., "Tiered"]) -> None:
     peer, own = start(), start()
     peer.ask(0, PROMPT)
