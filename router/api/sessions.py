@@ -39,6 +39,8 @@ PARENTS = (
 )
 # Header of Codex with the id of the thread that started this one.
 CODEX_PARENT = ("x-codex-parent-thread-id",)
+# All headers that `hints_of` reads.
+HEADERS = (SESSION, FINAL, *AGENTS, *PARENTS, CODEX_THREAD, *CODEX_PARENT)
 USER_ID_MARK = "_session_"  # text before the session id in `user_id` of Claude Code before 2.1.78
 MAX_USER = 1024  # longest `user_id` in characters; longer ones are ignored
 

@@ -13,6 +13,7 @@ from kvroute.router.placement.waits import Urgency
 
 PRIORITY = "x-kvroute-priority"  # header with one of PRIORITIES
 DEADLINE = "x-kvroute-deadline-s"  # header with the seconds until a replica must start the request
+HEADERS = (PRIORITY, DEADLINE)  # all headers that `urgency_of` reads
 MIN_DELAY_S, MAX_DELAY_S = -60.0, 3600.0  # range of the `priority` in a body, in seconds
 MAX_DEADLINE_S = 1e6  # longest deadline in seconds; longer ones are reduced to it
 MAX_USER = 64  # longest name of a user, in characters; longer names are hashed

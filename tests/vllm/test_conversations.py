@@ -247,6 +247,9 @@ def test_the_events_of_a_background_response_are_streamed_again(client: OpenAI) 
     assert numbers == list(range(len(events)))
     created: Any = events[0]
     assert (created.type, created.response.background) == ("response.created", True)
+    assert [event.type for event in events[1:3]] == ["response.queued", "response.in_progress"]
+    begun: Any = events[2]
+    assert begun.response.to_dict().keys() <= created.response.to_dict().keys()
     assert created.response.conversation.id == conversation.id
     for number in (0, 3, numbers[-2]):
         again = client.responses.retrieve(created.response.id, stream=True, starting_after=number)
@@ -258,7 +261,15 @@ def test_the_events_of_a_background_response_are_streamed_again(client: OpenAI) 
 def test_a_background_response_is_cancelled(client: OpenAI) -> None:
     asked: Any = {**ASKED, "input": NAME, "max_output_tokens": 2000, "background": True}
     id_ = client.responses.create(**asked, extra_body={"ignore_eos": True}).id
+    (item,) = client.responses.input_items.list(id_)
+    assert getattr(item, "content", [])[0].text == NAME
+    with pytest.raises(openai.BadRequestError, match="cannot be continued yet"):
+        whole(client, input="What is my name?", previous_response_id=id_)
     assert client.responses.cancel(id_).status == "cancelled"
+    assert [*client.responses.retrieve(id_, stream=True)][-1].type == "response.cancelled"
+    again = whole(client, input="What is my name?", previous_response_id=id_)
+    assert again.usage.input_tokens > whole(client, input="What is my name?").usage.input_tokens
+    assert len([*client.responses.input_items.list(again.id)]) == 2
     assert client.responses.retrieve(id_).status == "cancelled"
     assert client.responses.cancel(id_).status == "cancelled"
 

@@ -92,7 +92,7 @@ class Conversations:
             ApiError: the previous response or the conversation is unknown, or it is too long.
         """
         previous_id, conversation_id = _previous_id(call.body), _conversation_id(call.body)
-        own, salt = await _input(call), owner(call.caller, call.body.get("cache_salt"))
+        own, salt = await input_of(call), owner(call.caller, call.body.get("cache_salt"))
         is_stored = call.body.get("store", True) in (True, None)
         keepers, continued = list[Keep](), Members()
         if call.body.get(BACKGROUND):  # replicas do not know that it runs in the background
@@ -196,7 +196,7 @@ class Conversations:
 
     async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
         """Store a response."""
-        id_, turn = _turn(response, own)
+        id_, turn = turn_of(response, own)
         body = encode({k: v for k, v in response.items() if k != RECEIPTS})
         await self.responses.put(id_, salt, previous_id, turn, body)
 
@@ -245,7 +245,7 @@ def _conversation_id(body: Mapping[str, Any]) -> str | None:
     return id_
 
 
-async def _input(call: Call) -> Input:
+async def input_of(call: Call) -> Input:
     """Return the input that the client has sent with this call, without earlier turns.
 
     Raises:
@@ -265,7 +265,7 @@ async def _input(call: Call) -> Input:
     return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, MESSAGE_VALUES)
 
 
-def _turn(response: Members, own: Input) -> tuple[str, StoredTurn]:
+def turn_of(response: Members, own: Input) -> tuple[str, StoredTurn]:
     """Return the response's id, and the turn that it adds to its conversation.
 
     Raises:

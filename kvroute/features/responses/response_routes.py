@@ -20,7 +20,7 @@ from kvroute.features.responses.continuing import OPTION, Conversations
 from kvroute.features.responses.response_items import listed
 from kvroute.features.responses.router_responses import RouterResponses
 from kvroute.features.responses.stores.leased_values import owner
-from kvroute.router.api.calls import RESPONSES
+from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.endpoints.signs_of_life import keep_alive_s
@@ -53,13 +53,20 @@ async def get_response(
 ) -> Response:
     """Return a stored response, or the events of a background response."""
     query = request.query_params
+    wants_events = query.get("stream", "").lower() in TRUE
     record = await background.find(response_id, salt) if background else None
     if background and record:
-        if query.get("stream", "").lower() in TRUE:
+        if wants_events:
             number = starting_after(query.get("starting_after"))
             return events_of(background, record, number, every_s=keep_alive_s(request))
         return as_response(background, record)
     body = await _first(models, response_id, lambda store: store.responses.get(response_id, salt))
+    if wants_events:
+        raise invalid(
+            "stream",
+            "This response cannot be streamed because it was not created with background=true, or "
+            "its events have expired; leave out `stream`",
+        )
     return Response(body, media_type="application/json")
 
 
@@ -79,10 +86,23 @@ async def delete_response(
 
 @routes.get(f"{RESPONSE}/input_items")
 async def list_input_items(
-    response_id: str, request: Request, models: Served, salt: Salt
+    response_id: str, request: Request, models: Served, salt: Salt, background: Background
 ) -> Response:
     """Return the input items of a response, including the earlier conversation."""
-    items = await _first(models, response_id, lambda store: store.input_items(response_id, salt))
+    try:
+        items = await _first(
+            models, response_id, lambda store: store.input_items(response_id, salt)
+        )
+    except ApiError as error:
+        record = await background.find(response_id, salt) if background else None
+        if error.status != 404 or not background or not record:
+            raise
+        caller, asked = (
+            caller_of(request),
+            parse_call(RESPONSES, bytes(background.body(record).request)),
+        )
+        unfinished = (await models.find(asked.model, caller)).feature(RouterResponses).unfinished
+        items = await unfinished.input_items(record, caller) if unfinished else []
     return page(listed(items, response_id), request)
 
 

@@ -8,9 +8,11 @@ from redis.asyncio import Redis
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features.expanded import Expanded
+from kvroute.features.responses.background.unfinished import Unfinished
 from kvroute.features.responses.continuing import Conversations
 from kvroute.features.responses.conversations import ConversationObjects
 from kvroute.features.responses.router_responses import RouterResponses
+from kvroute.features.responses.stores.background_store import BackgroundStore
 from kvroute.features.responses.stores.conversation_store import ConversationStore
 from kvroute.features.responses.stores.response_store import Responses
 from tests.support.router_parts import fake_base
@@ -40,10 +42,14 @@ def stored_conversations(
     return Conversations(responses, objects)
 
 
-def side_of(conversations: Conversations | None) -> RouterResponses:
+def side_of(
+    conversations: Conversations | None, background: BackgroundStore | None = None
+) -> RouterResponses:
     """Return the feature's side in a router. None: the router does not store responses."""
     side = RouterResponses(fake_base())
     side.conversations = conversations
+    if conversations and background:
+        side.unfinished = Unfinished(background, conversations)
     return side
 
 

@@ -30,12 +30,25 @@ from kvroute.features.responses.stores.background_store import BackgroundStore, 
 from kvroute.features.responses.stores.leased_values import key, owner
 from kvroute.router.api.calls import RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.sessions import hints_of
+from kvroute.router.api.urgency import urgency_of
 from kvroute.store.keys import key_prefix
 from tests.support.waiting import until
 
 MB = 1 << 20
 TEXT = [f"word{number} " for number in range(40)]
+QUEUED = ["response.created", "response.queued"]  # the first events of a background response
+EVENTS = len(QUEUED) + len(TEXT) + 1  # number of events of a whole response that runs once
 CALLER = Caller("team", frozenset({"use"}), "salt", "secret")
+
+# Headers of a request. Only those that a router reads are kept.
+HEADERS = {
+    "x-session-id": "s",
+    "session-id": "codex",
+    **dict.fromkeys(
+        ("x-api-key", "authorization", "x-amzn-oidc-data", "x-goog-iap-jwt-assertion"), "secret"
+    ),
+}
 
 Answer = Callable[[dict[str, Any], Send], Awaitable[None]]
 
@@ -105,7 +118,7 @@ class Router:
             raise
 
     async def create(self, **body: Any) -> str:
-        record = await self.service.create(asked(**body), {"x-session-id": "s", "x-api-key": "k"})
+        record = await self.service.create(asked(**body), HEADERS)
         return record.body(MB).id
 
     async def found(self, id_: str) -> Record:
@@ -184,8 +197,9 @@ async def test_it_runs_although_nobody_waits(empty_redis: Redis) -> None:
         (request,) = one.requests
         assert request["stream"] is True
         assert (request["request_id"], request["temperature"]) == (id_, 0)
-        assert one.headers[0][b"x-session-id"] == b"s"
-        assert b"x-api-key" not in one.headers[0]
+        own = {b"host", b"content-type", b"content-length"}
+        sent = {name: value for name, value in one.headers[0].items() if name not in own}
+        assert sent == {b"x-session-id": b"s", b"session-id": b"codex"}
         assert await one.store.open() == {}
         assert one.service.ended["completed"] == 1
 
@@ -195,9 +209,14 @@ async def test_its_events_are_streamed_from_any_place(empty_redis: Redis) -> Non
     async with running(one, other):
         id_ = await one.create()
         events = await other.streamed(id_)
-        assert [each["sequence_number"] for each in events] == list(range(len(TEXT) + 2))
+        assert [each["sequence_number"] for each in events] == list(range(EVENTS))
+        first, second, third, *_ = events
+        assert [each["type"] for each in (first, second)] == QUEUED
+        assert first["response"] == second["response"]
+        assert (first["response"]["status"], first["response"]["id"]) == ("queued", id_)
+        assert third["type"] == "response.output_text.delta"  # the run's `response.created` is not
         assert "".join(each.get("delta", "") for each in events) == "".join(TEXT)
-        for number in (0, 17, len(TEXT), len(TEXT) + 1, 10_000):
+        for number in (0, 1, 17, EVENTS - 2, EVENTS - 1, 10_000):
             assert await one.streamed(id_, number) == events[number + 1 :]
 
 
@@ -249,7 +268,12 @@ async def test_it_is_cancelled_at_any_router(empty_redis: Redis) -> None:
         assert cancelled.head.status == "cancelled"
         await until(lambda: one.left == 1)
         assert (await one.ended(id_))["status"] == "cancelled"
-        assert len(await streaming) == 11
+        *events, last = await streaming
+        assert len(events) == 12
+        assert (last["type"], last["sequence_number"]) == ("response.cancelled", 12)
+        assert (last["response"]["id"], last["response"]["status"]) == (id_, "cancelled")
+        assert await one.streamed(id_, 11) == [last]
+        assert await one.streamed(id_, 12) == []
         again = await one.service.cancel(await one.found(id_))
         assert again.first == cancelled.first
         assert other.requests == []
@@ -268,8 +292,12 @@ async def test_one_that_is_deleted_ends(empty_redis: Redis) -> None:
     async with running(one, other):
         id_ = await one.create()
         await until(lambda: len(one.requests) == 1)
+        streaming = asyncio.create_task(one.streamed(id_))
+        await until(lambda: one.service._heads._running)
         assert await other.service.delete(id_, "")
         await until(lambda: one.left == 1)
+        last = (await streaming)[-1]
+        assert (last["type"], last["code"]) == ("error", "not_found")
         assert await one.service.find(id_, "") is None
         assert not await one.service.delete(id_, "")
 
@@ -284,7 +312,7 @@ async def test_another_router_runs_it_when_its_own_stops_or_dies(
         id_ = await one.create()
 
         async def has_events() -> bool:
-            return (await one.found(id_)).head.events == 11
+            return (await one.found(id_)).head.events == 12
 
         await when(has_events)
         if is_killed:
@@ -296,9 +324,10 @@ async def test_another_router_runs_it_when_its_own_stops_or_dies(
         assert (shown["status"], shown["output"]) == ("completed", ["".join(TEXT)])
         events = await other.streamed(id_)
         numbers = [each["sequence_number"] for each in events]
-        assert numbers == list(range(11 + len(TEXT) + 2))
+        assert numbers == list(range(12 + len(TEXT) + 2))
         # A client that has read everything of the first run gets everything of the second one.
-        assert "".join(each.get("delta", "") for each in events[11:]) == "".join(TEXT)
+        assert events[12]["type"] == "response.created"
+        assert "".join(each.get("delta", "") for each in events[12:]) == "".join(TEXT)
         assert (await other.found(id_)).head.attempts == 2
 
 
@@ -351,7 +380,8 @@ async def test_one_that_is_refused_fails_with_the_reason(empty_redis: Redis) -> 
         shown = await one.ended(id_)
         assert shown["status"] == "failed"
         assert shown["error"] == {"code": "invalid_prompt", "message": "temperature is hot"}
-        (told,) = await one.streamed(id_)
+        *first, told = await one.streamed(id_)
+        assert [each["type"] for each in first] == QUEUED
         assert (told["type"], told["response"]["status"]) == ("response.failed", "failed")
         assert len(one.requests) == 1
 
@@ -368,7 +398,7 @@ async def test_one_that_breaks_fails_with_the_error_in_its_stream(empty_redis: R
         id_ = await one.create()
         shown = await one.ended(id_)
         assert shown["error"] == {"code": "server_error", "message": "all replicas have died"}
-        assert [each["sequence_number"] for each in await one.streamed(id_)] == list(range(7))
+        assert [each["sequence_number"] for each in await one.streamed(id_)] == list(range(8))
 
 
 async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> None:
@@ -383,8 +413,10 @@ async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> No
         shown = await other.ended(id_)
         assert (shown["status"], shown["error"]["code"]) == ("failed", "server_error")
         assert other.requests == []
-        (told,) = await other.streamed(id_)
-        assert (told["type"], told["message"]) == ("error", background_responses.GIVEN_UP)
+        *first, told = await other.streamed(id_)
+        assert [each["type"] for each in first] == QUEUED
+        assert (told["type"], told["sequence_number"]) == ("response.failed", 2)
+        assert told["response"]["error"]["message"] == background_responses.GIVEN_UP
 
 
 @pytest.mark.parametrize(
@@ -407,9 +439,9 @@ async def test_a_stream_that_ends_too_early_ends_with_the_cause(
         else:
             monkeypatch.setattr(other.store, "head", away)
         *events, last = await streaming
-        assert [each["sequence_number"] for each in events] == list(range(11))
+        assert [each["sequence_number"] for each in events] == list(range(12))
         # A client that asks for the events after this one gets all that it does not have.
-        assert (last["type"], last["sequence_number"]) == ("error", 10)
+        assert (last["type"], last["sequence_number"]) == ("error", 11)
         assert said in last["message"]
 
 
@@ -427,7 +459,7 @@ async def assert_each_event_comes_once(one: "Router") -> None:
         id_ = await one.create()
         assert (await one.ended(id_))["status"] == "completed"
         numbers = [each["sequence_number"] for each in await one.streamed(id_)]
-        assert numbers == list(range(len(TEXT) + 2))
+        assert numbers == list(range(EVENTS))
         assert len(one.requests) == 1
 
 
@@ -535,6 +567,25 @@ async def test_it_is_found_by_its_owner_only(empty_redis: Redis) -> None:
         assert await one.service.find(id_, owner(CALLER, "own")) is not None
         for salt in ("", "own", owner(CALLER, "")):
             assert await one.service.find(id_, salt) is None
+
+
+class Noting(dict[str, str]):
+    """Headers that note which names are read."""
+
+    def __init__(self) -> None:
+        self.read = set[str]()
+
+    def get(self, name: str, *otherwise: Any) -> Any:
+        self.read.add(name)
+        return super().get(name, *otherwise)
+
+
+def test_all_headers_that_a_router_reads_are_kept() -> None:
+    headers = Noting()
+    hints_of(headers, asked())
+    urgency_of(headers, {}, CALLER, max_wait_s=0)
+    assert len(headers.read) > 10
+    assert headers.read <= {*background_responses.KEPT_HEADERS}
 
 
 def test_an_incomplete_response_is_one_although_its_last_event_is_called_completed() -> None:

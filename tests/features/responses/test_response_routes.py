@@ -146,6 +146,22 @@ async def test_a_wrong_query_is_named(empty_redis: Redis, query: dict[str, str],
     assert said in error.json()["error"]["message"]
 
 
+async def test_a_response_that_did_not_run_in_the_background_has_no_events(
+    empty_redis: Redis,
+) -> None:
+    model = conversations(empty_redis, "m")
+    await answered(model, "resp_1", input="Hi")
+    async with application([model]) as client:
+        refused = await client.get("/v1/responses/resp_1", params={"stream": "true"})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "stream"
+        assert "not created with background=true" in refused.json()["error"]["message"]
+        plain = await client.get("/v1/responses/resp_1", params={"stream": "false"})
+        assert plain.status_code == 200
+        missing = await client.get("/v1/responses/resp_2", params={"stream": "true"})
+        assert missing.status_code == 404
+
+
 async def test_without_a_store_the_option_is_named() -> None:
     async with application([None]) as client:
         for path in ("resp_1", "resp_1/input_items"):

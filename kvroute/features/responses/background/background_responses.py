@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features import HEADERS as FEATURE_HEADERS
 from kvroute.features.gate import OPEN, Caller, Gate
 from kvroute.features.responses.background.background_run import BackgroundRun
-from kvroute.features.responses.background.events import after
+from kvroute.features.responses.background.events import CREATED, after, event_of, queued
 from kvroute.features.responses.response_options import ResponseOptions
 from kvroute.features.responses.stores.background_store import (
     BackgroundBody,
@@ -31,6 +32,9 @@ from kvroute.process.exposition import Readings
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.api.json_members import Members, encode, members
+from kvroute.router.api.sessions import HEADERS as SESSION_HEADERS
+from kvroute.router.api.urgency import HEADERS as URGENCY_HEADERS
+from kvroute.router.endpoints.openai_routes import RECEIPT
 from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.connection import REDIS_ERRORS, connect
 
@@ -48,8 +52,8 @@ MAX_ATTEMPTS = 5  # a response that so many routers have begun to run fails
 GIVEN_UP = f"{MAX_ATTEMPTS} routers have begun to run the response, and none has ended it"
 NULL = b"null"
 FAILED = b"event: response.failed\n"  # beginning of the last event of a response that has failed
-# Headers that are not kept with a request: they concern the connection, or another request.
-OWN_HEADERS = ("x-request-id", "x-api-key", "x-forwarded-for", "x-forwarded-proto", "x-real-ip")
+KEPT_HEADERS = (RECEIPT, *FEATURE_HEADERS, *SESSION_HEADERS, *URGENCY_HEADERS)
+QUEUED_EVENTS = (CREATED, "response.queued")  # the types of the first events of a response
 Result = TypeVar("Result")
 
 
@@ -134,9 +138,9 @@ class BackgroundResponses(RouterService):
             _kept(headers),
             created_at,
             msgspec.Raw(call.raw),
-            msgspec.Raw(encode(_queued(id_, created_at, call.body))),
+            msgspec.Raw(encode(queued(id_, created_at, call.body))),
         )
-        head = Head("queued", router=self._router_id, attempts=1)
+        head = Head("queued", events=len(QUEUED_EVENTS), router=self._router_id, attempts=1)
         with needing_redis():
             record = await self.store.create(
                 key(id_, owner(call.caller, call.body.get("cache_salt"))), head, body
@@ -161,14 +165,18 @@ class BackgroundResponses(RouterService):
         Raises:
             ApiError: it cannot be read.
         """
-        try:
-            response = members(record.body(self.store.max_part_bytes).response)
-        except (*DECODE_ERRORS, TooLongError):
-            raise ApiError(404, "the response cannot be read", code="not_found") from None
+        response = members(self.body(record).response)
         shown: dict[str, Any] = {"status": record.head.status}
         if record.head.status == "failed" and bytes(response.get("error", NULL)) == NULL:
             shown["error"] = {"code": "server_error", "message": GIVEN_UP}
         return response | {name: msgspec.Raw(encode(value)) for name, value in shown.items()}
+
+    def body(self, record: Record) -> BackgroundBody:
+        """Return what a response is made of. Raises ApiError if it cannot be read."""
+        try:
+            return record.body(self.store.max_part_bytes)
+        except (*DECODE_ERRORS, TooLongError):
+            raise ApiError(404, "the response cannot be read", code="not_found") from None
 
     async def cancel(self, record: Record) -> Record:
         """Cancel a response that has not ended, and return it as it is then."""
@@ -194,9 +202,16 @@ class BackgroundResponses(RouterService):
         """Yield the events of a response with a higher number than this, until the response ends.
 
         Raises:
-            ApiError: the response was lost or deleted, or was given up.
+            ApiError: the response was lost or deleted.
             RedisError, OSError: Redis cannot be used; the client can ask for the rest later.
         """
+        if number < len(QUEUED_EVENTS) - 1:
+            body = self.body(record)
+            request = msgspec.json.decode(body.request, type=dict[str, Any])
+            response = queued(body.id, body.created_at, request)
+            for place, kind in enumerate(QUEUED_EVENTS):
+                if place > number:
+                    yield event_of(kind, response, place)
         head, chunk, events = record.head, 0, b""
         while True:
             while chunk < head.chunks:
@@ -209,8 +224,11 @@ class BackgroundResponses(RouterService):
                 break
             later = partial(self._later, record.key)
             head = _there(await self._heads.result(record.key, later))
-        if head.status == "failed" and FAILED not in events:
-            raise ApiError(500, GIVEN_UP)
+        if head.status not in ("cancelled", "failed") or FAILED in events or number >= head.events:
+            return
+        # No run has written the end: a client has cancelled it, or routers have given it up.
+        ended = _there(await self.store.read(record.key))
+        yield event_of(f"response.{head.status}", self.shown(ended), head.events)
 
     async def _later(self, found: bytes) -> Head | None:
         """Return the state of a response after a pause."""
@@ -308,39 +326,11 @@ def _there(found: T | None) -> T:
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of a request that are sent with it again."""
-    return {
-        name: value
-        for name, value in headers.items()
-        if name.startswith("x-") and name not in OWN_HEADERS
-    }
+    """Return the headers of a request that are sent with it again: those that a router reads.
 
-
-def _queued(id_: str, created_at: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the response object of a request that no replica has taken yet."""
-    conversation = body.get("conversation")
-    return {
-        "id": id_,
-        "object": "response",
-        "created_at": created_at,
-        "status": "queued",
-        "background": True,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": body.get("metadata"),
-        "model": body.get("model"),
-        "output": [],
-        "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": body.get("previous_response_id"),
-        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
-        "temperature": body.get("temperature"),
-        "tool_choice": body.get("tool_choice", "auto"),
-        "tools": body.get("tools") or [],
-        "top_p": body.get("top_p"),
-        "usage": None,
-    }
+    Others may have credentials of a proxy.
+    """
+    return {name: headers[name] for name in KEPT_HEADERS if name in headers}
 
 
 class SharedReads(Generic[Result]):

@@ -11,9 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.features.responses.background.events import END, NUMBER, Events
+from kvroute.features.responses.background.events import Events, event_of
 from kvroute.features.responses.background.own_request import ask
-from kvroute.features.responses.response_items import DATA
 from kvroute.features.responses.stores.background_store import (
     BackgroundBody,
     Head,
@@ -60,7 +59,8 @@ class BackgroundRun:
         self.key = record.key
         self._record = record
         self._body = body
-        self._events = Events(record.head.events)
+        # Clients of the first run have an event about the queued response already.
+        self._events = Events(record.head.events, is_created=record.head.attempts <= 1)
         self._written_s = time.monotonic()
         self._unwritten = b""  # events that are not in Redis, or only without the state behind them
         # The state of a write that has failed, and the size of its events: Redis may have it
@@ -141,8 +141,7 @@ class BackgroundRun:
         code = "invalid_prompt" if 400 <= self._status < 500 else "server_error"
         shown = {"status": "failed", "error": {"code": code, "message": message}}
         response = latest | {name: msgspec.Raw(encode(value)) for name, value in shown.items()}
-        told = {"type": "response.failed", "response": response, NUMBER: 0}
-        self._events.add(b"event: response.failed\n" + DATA + encode(told) + END)
+        self._events.add(event_of("response.failed", response, 0))
         return "failed", response
 
     async def _keep(self, asking: asyncio.Task[Any]) -> None:
@@ -162,7 +161,7 @@ class BackgroundRun:
         """Write new events, and the state if there are any or if it is time to."""
         await self._resolve()
         head = self._record.head
-        is_due = time.monotonic() - self._written_s > BEAT_S or not head.chunks
+        is_due = time.monotonic() - self._written_s > BEAT_S
         self._unwritten += self._events.taken()
         number_of_next = self._events.next
         if not self._unwritten and not is_due and status == head.status:

@@ -1,7 +1,8 @@
 """The events of a background response, from several runs, with numbers that only rise."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,19 @@ NUMBER = "sequence_number"  # the member of an event that counts the events of a
 END = b"\n\n"  # the end of an event
 FINAL = ("response.completed", "response.incomplete", "response.failed")  # types of last events
 
+CREATED = "response.created"  # the type of a stream's first event
+# Members of a response object that are equal to those of the request, or null.
+AS_REQUESTED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "prompt"),
+    *("presence_penalty", "frequency_penalty", "previous_response_id", "reasoning", "temperature"),
+    *("text", "top_logprobs", "top_p", "user"),
+)
+# Members that say what has not happened yet, and those of vLLM's own.
+NOTHING_YET = (
+    *("error", "incomplete_details", "usage", "kv_transfer_params", "ec_transfer_params"),
+    *("input_messages", "output_messages"),
+)
+
 _statuses = msgspec.json.Decoder(Status)
 
 
@@ -22,6 +36,9 @@ class Events:
     """The events of one run of a response, in the order in which they come."""
 
     first: int  # the number of the run's first event
+    is_created: bool = (
+        False  # whether clients have the event CREATED, so that this run's is left out
+    )
     next: int = 0  # the number of the next event
     response: Members | None = None  # the latest response object
     status: Status | None = None  # the response's status in the last event; None: it has not ended
@@ -35,7 +52,7 @@ class Events:
     def add(self, data: bytes) -> None:
         """Add a part of the stream."""
         *whole, self._left = (self._left + data).split(END)
-        self._taken += (self._numbered(event) + END for event in whole if DATA in event)
+        self._taken += filter(None, (self._numbered(event) for event in whole if DATA in event))
 
     def taken(self) -> bytes:
         """Return the events that were added since the last call."""
@@ -43,7 +60,7 @@ class Events:
         return data
 
     def _numbered(self, event: bytes) -> bytes:
-        """Note what an event says, and return it with its number among all events."""
+        """Note what an event says, and return it with its number; nothing if it is left out."""
         head, mark, body = event.partition(DATA)
         try:
             told = members(body)
@@ -55,13 +72,42 @@ class Events:
             *DECODE_ERRORS,
             LookupError,
         ):  # such as the end of the stream
-            return event
+            return event + END
         self.response = response or self.response
         self.status = status or self.status
         if kind == "error":
             self.error = told
+        if kind == CREATED and self.is_created:
+            return b""
         number, self.next = self.next, self.next + 1
-        return head + mark + encode({**told, NUMBER: number})
+        return head + mark + encode({**told, NUMBER: number}) + END
+
+
+def event_of(kind: str, response: Mapping[str, Any], number: int) -> bytes:
+    """Return an event with a response object."""
+    told = {"type": kind, OBJECT: response, NUMBER: number}
+    return f"event: {kind}\n".encode() + DATA + encode(told) + END
+
+
+def queued(id_: str, created_at: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response object of a request that no replica has taken yet."""
+    conversation = body.get("conversation")
+    return {
+        "id": id_,
+        "object": OBJECT,
+        "created_at": created_at,
+        "status": "queued",
+        "background": True,
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
+        "service_tier": body.get("service_tier") or "auto",
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "truncation": body.get("truncation") or "disabled",
+        **{name: body.get(name) for name in AS_REQUESTED},
+        **dict.fromkeys(NOTHING_YET),
+    }
 
 
 def after(data: bytes, number: int) -> Iterator[bytes]:
