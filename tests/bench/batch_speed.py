@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import typer
 
-from kvroute.batch.lines import SentLine
+from kvroute.batch.lines import CustomId, SentLine
 from kvroute.batch.run import Runner
 from kvroute.batch.window import Window
 from kvroute.command.batch_command import MAX_OPEN
@@ -45,7 +45,7 @@ class Fixed(Window):
 class Nowhere:
     """Takes the place of a file for answers, which must all be good."""
 
-    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+    def write(self, custom_id: CustomId, *, status: int, request_id: str, body: bytes) -> None:
         assert status == httpx.codes.OK, body
 
     async def sync(self) -> None:

@@ -13,6 +13,9 @@ MODULES = ("q_proj", "v_proj")
 STRENGTH = 1.0  # factor for the weights; large enough to change the model's answers
 
 
+PREFIX = "base_model.model.model.layers."  # beginning of the names of an adapter's weights
+
+
 def write_adapter(
     folder: Path,
     *,
@@ -21,6 +24,7 @@ def write_adapter(
     layers: int | None = None,
     width: int | None = None,
     strength: float = STRENGTH,
+    prefix: str = PREFIX,
 ) -> Path:
     """Write an adapter into a folder in PEFT's format, and return the folder.
 
@@ -31,12 +35,13 @@ def write_adapter(
         layers: The number of layers of the model; None: those of the built-in model.
         width: The model's hidden size; None: that of the built-in model.
         strength: A factor for the weights. A smaller model needs a larger factor.
+        prefix: The beginning of the names of the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     weights = {
-        name: (strength * matrix).astype(np.float32)
+        name.replace(PREFIX, prefix, 1): (strength * matrix).astype(np.float32)
         for name, matrix in _weights(seed, rank, layers, width).items()
     }
     save_file(weights, folder / "adapter_model.safetensors")
@@ -52,7 +57,7 @@ def _weights(
     weights = {}
     for layer in range(layers or model["num_hidden_layers"]):
         for module in MODULES:
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            name = f"{PREFIX}{layer}.self_attn.{module}"
             into = (rank, width or model["hidden_size"])
             out = (heads[module] * model["head_dim"], rank)
             weights[f"{name}.lora_A.weight"] = _random(rng, into)

@@ -92,21 +92,29 @@ class RankAdapters:
                 await self._core.call("remove_lora", request.lora_int_id)
 
     async def _load(self, adapter: LoRARequest) -> None:
-        began_s = time.monotonic()
+        began_s, misfit = time.monotonic(), ""
         try:
             if check := self._checks.get(adapter.lora_name):
                 await asyncio.to_thread(check)
             await self._core.call("add_lora", adapter)
+            if misfit := await self._core.call("kvroute_misfit", adapter.lora_int_id):
+                await self._core.call("remove_lora", adapter.lora_int_id)
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM raises errors of its engine as plain Exception
-            raise ValueError(
-                f"the LoRA adapter {name_of(adapter.lora_name)!r} cannot be loaded from "
-                f"{adapter.lora_path}: {error}"
-            ) from error
+            raise _unusable(adapter, str(error)) from error
         took_s = time.monotonic() - began_s
         self.load_s = took_s if self.load_s == SETUP_S else (self.load_s + took_s) / 2
         resident = await self._core.call("list_loras")  # loading may have evicted another adapter
         self.loaded = [
             name for name in self.loaded if self.lora_requests[name].lora_int_id in resident
         ]
+        if misfit:
+            raise _unusable(adapter, misfit)
+
+
+def _unusable(adapter: LoRARequest, why: str) -> ValueError:
+    return ValueError(
+        f"the LoRA adapter {name_of(adapter.lora_name)!r} cannot be loaded from "
+        f"{adapter.lora_path}: {why}"
+    )

@@ -36,6 +36,7 @@ from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core.lane import BatchLane
+from kvroute.replica.vllm_engine.core.lora_fit import fit_of, misfit
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.optional_parts import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
@@ -287,6 +288,13 @@ def kvroute_open_tiers(
     return plain
 
 
+def kvroute_misfit(core: EngineCore, lora_id: int) -> str:
+    """Return why a loaded LoRA adapter does not fit the model; empty: it fits."""
+    served = core.vllm_config.model_config.served_model_name
+    name: str = served[0] if isinstance(served, list) else served
+    return misfit(core.collective_rpc(fit_of, args=(lora_id,)), name)
+
+
 def kvroute_pinned(core: EngineCore, name: str) -> int:
     """Return the number of prompt tokens that the pin holds; 0 if there is no such pin."""
     pin: _Pin | None = core.scheduler.pins.get(name)
@@ -327,6 +335,7 @@ for _method in (
     kvroute_begin,
     kvroute_emit_held,
     kvroute_end_session,
+    kvroute_misfit,
     kvroute_open_tiers,
     kvroute_pinned,
     kvroute_unpin,

@@ -1,6 +1,7 @@
 """Requests under LoRA adapters: asked of the simulated engine and of vLLM with real adapters."""
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,16 @@ from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest
 from kvroute.features.adapters.adapter_files import check_files
 from kvroute.features.adapters.added import AddedAdapter
+from tests.support.adapters import write_adapter
 from tests.support.answers import completion, events_of, ids_of, status_of
 from tests.support.engines import (
     BLOCK,
     BROKEN,
     LATE,
+    LAYERS,
     NAMES,
     TOKENS,
+    WIDTH,
     Running,
     prompt_of,
     request_of,
@@ -106,11 +110,34 @@ async def test_an_adapter_that_cannot_be_loaded_costs_its_own_requests_only(
     assert await cached_tokens(running, under("", prompt_of(40, seed=58))) == 0
 
 
-def late(running: Running) -> AddedAdapter:
+def late(running: Running, name: str = LATE) -> AddedAdapter:
     """Return the adapter that is added after the engine's start."""
-    folder = running.root / LATE
+    folder = running.root / name
     files = check_files(str(folder), running.root, max_rank=16)
-    return AddedAdapter(name=LATE, path=str(folder), digest=files.digest, rank=files.rank)
+    return AddedAdapter(name=name, path=str(folder), digest=files.digest, rank=files.rank)
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "why"),
+    [
+        ("deeper", {"layers": LAYERS + 1}, f"more layers than the model 'm', such as .*{LAYERS}"),
+        ("other", {"prefix": "base_model.model.decoder.h."}, "none of its weights .* model 'm'"),
+    ],
+)
+async def test_an_adapter_of_another_model_is_refused(
+    running: Running, name: str, files: dict[str, Any], why: str
+) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("it reads no weights")
+    write_adapter(running.root / name, seed=1, width=WIDTH, **{"layers": LAYERS, **files})
+    adapter = late(running, name)
+    running.engine.admit_adapter(adapter.as_adapter)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"adapter '{name}' cannot be loaded.*{why}"):
+            await running.engine.load_adapter(adapter.key)
+    assert adapter.key not in running.engine.load().variants
+    await running.engine.drop_adapter(adapter.key)
+    await running.run(under("sql", prompt_of(40, seed=63)))
 
 
 def under_late(adapter: AddedAdapter, prompt: list[int]) -> GenerateRequest:
