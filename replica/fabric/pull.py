@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvroute.contract.generation import GenerateRequest
 
 FEATURE = "pulls"  # the name of the feature
+MAX_WITHIN_S = 1e6  # longest time of a pull in seconds, far above any that pays off
 _BLOCKS = b"kvroute blocks"
 
 # Why a pull did not copy all blocks; empty: it copied all.
@@ -87,7 +88,7 @@ class Pull(Struct, frozen=True, array_like=True):
     key: bytes  # pull_key of the peer
     tokens: Count  # the peer has the blocks of the prompt's first tokens, up to this number
     # The pull ends after this time, in seconds since the request's arrival.
-    within_s: Annotated[float, Meta(ge=0, le=1e6)]
+    within_s: Annotated[float, Meta(ge=0, le=MAX_WITHIN_S)]
     tls: TlsMode = "off"  # how the peer's block server encrypts
 
 

@@ -16,6 +16,11 @@ MAX_CODINGS = 3  # most codings of one body
 # the last one. Data that is compressed already hardly gets smaller in another coding. A body that
 # does so was made to take time, which no limit of its size ends.
 MAX_OUTER_RATIO = 10
+# How many times as large as its content a compressed body may be. A compressor adds a few bytes to
+# each block that it cannot compress. A body that is larger consists of empty streams without an
+# end, which no limit of its content ends. SPARE_BYTES may come before the first byte of content.
+MAX_EXPANSION = 2
+SPARE_BYTES = 1 << 20
 # Largest window of zstd that takes memory before a byte is decompressed: 8 MB, as RFC 9659 says.
 ZSTD_OPTIONS: dict[int, int] = {DecompressionParameter.window_log_max: 23}
 
@@ -74,6 +79,8 @@ CODINGS: dict[str, Callable[[bytes], Decompressor]] = {
     "deflate": _deflate,
     "x-gzip": _gzip,
 }
+# Zeros may follow gzip, as its own program accepts it: files on tapes are padded with them.
+PADDING = {"gzip": b"\0", "x-gzip": b"\0"}
 ACCEPTED = {"Accept-Encoding": "gzip, zstd, deflate"}
 
 
@@ -89,6 +96,7 @@ class Coding:
         self._new = CODINGS[name]
         self.received = self.returned = 0  # bytes before and after decompression
         self._stream: Decompressor | None = None  # None: the next byte begins a stream
+        self._ignored = b""  # bytes that are ignored between two streams
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
         """Yield what the next part of the body contains, in pieces of up to PIECE_BYTES.
@@ -100,6 +108,8 @@ class Coding:
         """
         self.received += len(data)
         while data:
+            if self._stream is None and not (data := data.lstrip(self._ignored)):
+                return
             stream = self._stream = self._stream or self._new(data)
             try:
                 while not stream.eof and (piece := stream.decompress(data, PIECE_BYTES)):
@@ -114,6 +124,7 @@ class Coding:
             data = b""
             if stream.eof:
                 data, self._stream = stream.unused_data, None
+                self._ignored = PADDING.get(self._name, b"")
                 yield b""  # a part may have thousands of streams, each of which takes some time
 
     def end(self) -> None:
@@ -180,7 +191,16 @@ class BodyParts:
         return self._received - before
 
     def _check_ratios(self) -> None:
-        """Raise ApiError if a body that was compressed before has got much smaller."""
+        """Raise ApiError if a body was made to take time.
+
+        It is much larger than its content, or was compressed before and has got much smaller.
+        """
+        for coding in self._codings:
+            if coding.received > MAX_EXPANSION * coding.returned + SPARE_BYTES:
+                raise _refused(
+                    f"the body has {coding.received} compressed bytes and {coding.returned} others "
+                    "so far; send it without empty streams, or uncompressed"
+                )
         for coding in self._codings[:-1]:
             if coding.returned > MAX_OUTER_RATIO * coding.received + PIECE_BYTES:
                 raise _refused(

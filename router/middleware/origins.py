@@ -64,6 +64,7 @@ def guard(
             allow_methods=METHODS,
             allow_headers=[ANY],
             expose_headers=[ANY],
+            allow_private_network=True,  # of allowed pages, whose network this server may be in
         )
     http.add_middleware(Origins, allowed=allowed, local_only=local_only, refused=refused)
 

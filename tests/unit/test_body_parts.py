@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from kvroute.router.api.bodies import Bodies
-from kvroute.router.api.body_parts import MAX_CODINGS, PIECE_BYTES, BodyParts
+from kvroute.router.api.body_parts import MAX_CODINGS, PIECE_BYTES, SPARE_BYTES, BodyParts
 from kvroute.router.api.errors import ApiError
 
 
@@ -164,3 +164,15 @@ async def test_more_codings_than_anybody_uses_are_refused() -> None:
 async def test_a_client_that_asks_first_is_told_at_once_that_its_body_is_too_large() -> None:
     asked = request(b"", "identity", content_length="9000000", expect="100-continue")
     assert (await refusal(asked)).message.startswith("the body has 9000000 bytes; the limit is")
+
+
+async def test_gzip_may_be_padded_with_zeros() -> None:
+    for padding in (b"\0" * 512, b"\0\0" + gzip.compress(b"") + b"\0"):
+        assert await content(request(gzip.compress(WORDS) + padding, "gzip")) == WORDS
+
+
+@pytest.mark.parametrize("stream", [gzip.compress(b"", mtime=0), b"\0"], ids=["gzip", "zero"])
+async def test_streams_without_content_end(stream: bytes) -> None:
+    endless = gzip.compress(b"x") + stream * (2 * SPARE_BYTES // len(stream))
+    refused = await refusal(request(endless, "gzip"))
+    assert (refused.status, "without empty streams" in refused.message) == (415, True)

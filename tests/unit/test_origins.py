@@ -214,10 +214,10 @@ PREFLIGHT = {
 @pytest.mark.parametrize("allowed", [(FOREIGN,), ("*",)])
 async def test_pages_of_an_allowed_origin_may_send_and_read(allowed: Sequence[str]) -> None:
     guarded = Guarded(*allowed)
-    asked = await guarded.client.options(
-        "/v1/chat/completions", headers={"origin": FOREIGN, **PREFLIGHT}
-    )
+    own = {"origin": FOREIGN, "access-control-request-private-network": "true", **PREFLIGHT}
+    asked = await guarded.client.options("/v1/chat/completions", headers=own)
     assert (asked.status_code, guarded.came) == (200, 0)
+    assert asked.headers["access-control-allow-private-network"] == "true"
     assert asked.headers["access-control-allow-origin"] in (FOREIGN, "*")
     assert "x-kvroute-receipt" in asked.headers["access-control-allow-headers"]
     fetch = {"origin": FOREIGN, "sec-fetch-site": "cross-site"}

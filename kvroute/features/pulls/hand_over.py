@@ -21,7 +21,7 @@ from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.pulls.peer_pulls import Exchange, PlannedPulls
 from kvroute.features.pulls.recent_prompts import RecentPrompt, RecentPrompts
-from kvroute.replica.fabric.pull import Pull, PullResult, carried, decode_result
+from kvroute.replica.fabric.pull import MAX_WITHIN_S, Pull, PullResult, carried, decode_result
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.fleet import Fleet
@@ -220,7 +220,7 @@ class HandOver:
         pulls, left_s = self._pulls, ends_s - now_s
         wait_s = pulls.links.wait_s(prompt.rank_id, to.rank_id, now_s)
         # After this time, computing the blocks would have been faster.
-        within_s = min(left_s, wait_s + to.pull_s + to.computing_s)
+        within_s = min(left_s, wait_s + to.pull_s + to.computing_s, MAX_WITHIN_S)
         address = prompt.source.address
         pull = Pull(prompt.rank_id, address, access.key, to.tokens, within_s, access.tls)
         request = GenerateRequest(

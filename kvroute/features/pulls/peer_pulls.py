@@ -32,6 +32,7 @@ from kvroute.features.placing_feature import PlacingFeature
 from kvroute.features.pulls.pull_links import PullLinks
 from kvroute.replica.fabric.pull import (
     FEATURE,
+    MAX_WITHIN_S,
     LinkSpeed,
     Pull,
     PullResult,
@@ -319,6 +320,7 @@ class PlannedPulls(PlacingFeature):
         # How long the engine may wait, from the request's arrival.
         within_s = candidate.backlog_s + pull.wait_s + pull.transfer_s + MARGIN * pull.saved_s
         tokens = pull.blocks * block_size
+        within_s = min(within_s, MAX_WITHIN_S)
         return Pull(pull.peer_id, peer.address, access.key, tokens, within_s, access.tls)
 
     def answering(self, attempt: Attempt, chunk: Chunk, now_s: float) -> None:
