@@ -3,6 +3,8 @@
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from email.message import Message
+from email.utils import collapse_rfc2231_value
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -78,6 +80,8 @@ class UploadForm:
         self._parts = 0  # number of fields so far
         self._part = _Part()
         self._data: list[bytes] = []  # parts of the file that were read but not yet returned
+        self._preamble: bytes | None = b""  # text before the first boundary; None: that was read
+        self._is_closed = False  # whether the last boundary was read
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -89,6 +93,7 @@ class UploadForm:
                     "on_headers_finished": self._end_headers,
                     "on_part_data": self._part_data,
                     "on_part_end": self._end_part,
+                    "on_end": self._close,
                 },
             )
         except FormParserError as error:
@@ -125,15 +130,44 @@ class UploadForm:
             chunk = await self._body.next()
             if chunk is None:
                 self._parser.finalize()
+                self._check_end()
                 return False
             self._received += len(chunk)
             self._check_rate()
+            chunk = self._after_preamble(chunk)
             if self._on_bytes is not None:
                 await self._on_bytes(chunk)
             self._parser.write(chunk)
         except FormParserError as error:
             raise invalid(None, f"the form is not valid: {error}") from None
         return True
+
+    def _after_preamble(self, chunk: bytes) -> bytes:
+        """Return a part of the body without the text that may come before the first boundary.
+
+        That text means nothing, says RFC 2046; the parser knows only empty lines there.
+        """
+        if self._preamble is None:
+            return chunk
+        self._preamble += chunk
+        place = (b"\r\n" + self._preamble).find(b"\r\n--" + self.boundary)
+        if place < 0:
+            if len(self._preamble) > len(chunk) + self._max_field_bytes:
+                raise invalid(None, f"the form does not begin: {self._line()} was expected")
+            return b""
+        form, self._preamble = self._preamble[place:], None
+        return form
+
+    def _check_end(self) -> None:
+        """Raise ApiError if the body ends before the form does, as if it was cut off."""
+        if not self._is_closed and self._received:
+            raise invalid(
+                None, f"the form is not complete: its last line, {self._line()}--, is missing"
+            )
+
+    def _line(self) -> str:
+        """Return the line that begins each field, for error messages."""
+        return f"--{self.boundary.decode(errors='replace')[:80]}"
 
     def _check_rate(self) -> None:
         """Raise ApiError if the body comes too slowly."""
@@ -170,6 +204,8 @@ class UploadForm:
         _, options = parse_options_header(disposition.decode("latin-1"))
         self._part.name = options.get(b"name", b"").decode(errors="replace")
         self._part.filename = _decoded(options.get(b"filename", b""))
+        if b"filename*" in disposition.lower():
+            self._part.filename = _extended_name(disposition) or self._part.filename
         if self._part.name == FILE:
             if self._has_file:
                 raise invalid(FILE, "the form has two files; send one")
@@ -185,6 +221,9 @@ class UploadForm:
         if self._part.name != FILE:
             self.fields[self._part.name] = self._part.value.decode(errors="replace")
 
+    def _close(self) -> None:
+        self._is_closed = True
+
     def _bounded(self, value: bytes) -> bytes:
         """Return a value. Raises ApiError if it is too long."""
         if len(value) > self._max_field_bytes:
@@ -194,6 +233,15 @@ class UploadForm:
                 "send a shorter one",
             )
         return value
+
+
+def _extended_name(disposition: bytes) -> str:
+    """Return the file's name in the form `filename*=UTF-8''na%C3%AFve.txt`; "" if it has none."""
+    message = Message()
+    message["content-disposition"] = disposition.decode("latin-1")
+    values = message.get_params([], header="content-disposition")
+    extended = (value for name, value in values if name == "filename" and isinstance(value, tuple))
+    return next(map(collapse_rfc2231_value, extended), "")
 
 
 def _decoded(filename: bytes) -> str:
