@@ -7,6 +7,7 @@ The lines themselves stay on disk. In memory, a line takes 16 bytes: where it st
 its custom_id.
 """
 
+import codecs
 import os
 from array import array
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 MAX_FAULTS = 100  # faults of a file that are reported
 MAX_EMPTY = 100_000  # empty lines that a file may have more than other lines
 MAX_LINE_BYTES = 64 << 20  # default limit of a line
+AUDIO = ("/v1/audio/transcriptions", "/v1/audio/translations")  # the body names a recording
 # Paths that lines may have. Requests to them can be answered by one JSON object, without a stream.
 PATHS = (
     "/v1/chat/completions",
@@ -40,6 +42,17 @@ PATHS = (
     "/v2/rerank",
     "/score",
     "/v1/score",
+    *AUDIO,
+)
+# Marks of text encodings with which files of some editors begin. UTF-8's mark is left out.
+BOM = codecs.BOM_UTF8
+OTHER_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+
+# Results have the value as the line has it. Numbers are limited to those that they can have.
+CustomId = (
+    Annotated[str, Meta(min_length=1, max_length=512)]
+    | Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    | float
 )
 
 
@@ -49,16 +62,16 @@ EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "
 class BatchLine(msgspec.Struct, frozen=True):
     """One request of a batch."""
 
-    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    custom_id: CustomId
     url: Literal[PATHS]  # type: ignore[valid-type]
     body: dict[str, Any]
-    method: Literal["POST"] = "POST"
+    method: str = "POST"
 
 
 class SentLine(msgspec.Struct, frozen=True):
     """The fields of a line that are needed to send it. The body stays encoded."""
 
-    custom_id: str
+    custom_id: CustomId
     url: str
     body: msgspec.Raw
 
@@ -118,7 +131,8 @@ class Lines:
     def read(self, index: int) -> SentLine:
         """Return a line. The first line has the index 0."""
         start, end = int(self.starts[index]), int(self.starts[index + 1])
-        return _SENT.decode(os.pread(self._file.fileno(), end - start, start))
+        text = os.pread(self._file.fileno(), end - start, start)
+        return _SENT.decode(text.rstrip(BOM + b" \t\r\n\x0b\x0c"))  # of the next line
 
     def close(self) -> None:
         self._file.close()
@@ -158,7 +172,13 @@ def _checked(
     end = empty = 0
     for number, (start, text) in enumerate(_texts(file, max_line_bytes), start=1):
         end = start + len(text)
-        if text.isspace():
+        if text.startswith(OTHER_BOMS):
+            message = "the file is in UTF-16 or UTF-32; save it in UTF-8"
+            faults.append(Fault(number, "invalid_json_line", message))
+            break
+        text = text.removeprefix(BOM)
+        start = end - len(text)
+        if not text.strip():
             empty += 1
             if empty > MAX_EMPTY + len(ids):
                 message = f"the file has {empty} empty lines up to this one; delete them"
@@ -215,15 +235,18 @@ def _decoded(number: int, text: bytes, endpoint: str, max_bytes: int) -> BatchLi
     except DECODE_ERRORS as error:
         message = f"not valid JSON ({error}); expected a line such as {EXAMPLE}"
         return Fault(number, "invalid_json_line", message)
+    if line.method.upper() != "POST":
+        message = f"method is {line.method[:20]!r}; expected POST, or no method"
+        return Fault(number, "invalid_request", message)
     if endpoint and line.url != endpoint:
         message = f"url is {line.url}, but the batch's endpoint is {endpoint}"
         return Fault(number, "mismatched_endpoint", message)
     return line
 
 
-def id_hash(custom_id: str) -> int:
+def id_hash(custom_id: CustomId) -> int:
     """Return the hash by which lines are compared: 64 bits."""
-    return xxhash.xxh3_64_intdigest(custom_id.encode(errors="surrogatepass"))
+    return xxhash.xxh3_64_intdigest(str(custom_id).encode(errors="surrogatepass"))
 
 
 def _repeated(ids: NDArray[np.uint64], numbers: "array[int]") -> list[Fault]:

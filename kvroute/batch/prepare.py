@@ -17,7 +17,15 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvroute.batch.lines import MAX_LINE_BYTES, BadLinesError, Fault, Lines, id_hash, open_lines
+from kvroute.batch.lines import (
+    MAX_LINE_BYTES,
+    BadLinesError,
+    CustomId,
+    Fault,
+    Lines,
+    id_hash,
+    open_lines,
+)
 from kvroute.batch.order import Sorter
 from kvroute.batch.usage import TokenUsage, UsageOnly
 from kvroute.contract.unreadable import DECODE_ERRORS
@@ -56,7 +64,7 @@ class Prepared(Struct, frozen=True):
 
 
 class _Result(Struct):
-    custom_id: str
+    custom_id: CustomId
     response: msgspec.Raw  # null: the line was not answered
 
 

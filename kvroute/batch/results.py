@@ -19,14 +19,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvroute.batch.lines import Lines, id_hash
+from kvroute.batch.lines import CustomId, Lines, id_hash
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 
 class LineResult(msgspec.Struct, frozen=True):
     """The part of a written line that is read again."""
 
-    custom_id: str
+    custom_id: CustomId
     response: msgspec.Raw  # input lines have none, so that they do not count as results
 
 
@@ -59,7 +59,7 @@ class Results:
         self.is_done = known  # for each line of the input, whether it was answered before
         self.failed = len(failed)  # how many of these lines have failed
 
-    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+    def write(self, custom_id: CustomId, *, status: int, request_id: str, body: bytes) -> None:
         """Write an answer. A body that is not JSON is written as a JSON string."""
         line = result_line(custom_id, status=status, request_id=request_id, body=body)
         _write(self._output if status < 400 else self._errors, line)
@@ -109,13 +109,13 @@ def _written(file: BinaryIO, path: Path) -> "array[int]":
     return hashes
 
 
-def result_line(custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:
+def result_line(custom_id: CustomId, *, status: int, request_id: str, body: bytes) -> bytes:
     """Return the line of an answered request. A body that is not JSON becomes a JSON string."""
     response = {"status_code": status, "request_id": request_id, "body": _in_one_line(body)}
     return _line({"custom_id": custom_id, "response": response, "error": None})
 
 
-def unanswered_line(custom_id: str, *, code: str, message: str) -> bytes:
+def unanswered_line(custom_id: CustomId, *, code: str, message: str) -> bytes:
     """Return the line of a request that has no answer, because its batch has ended early."""
     error = {"code": code, "message": message}
     return _line({"custom_id": custom_id, "response": None, "error": error})

@@ -18,7 +18,8 @@ from typing import Protocol
 import httpx
 import msgspec
 
-from kvroute.batch.lines import SentLine
+from kvroute.batch.line_body import BadLineError, body_of
+from kvroute.batch.lines import CustomId, SentLine
 from kvroute.batch.places import Places
 from kvroute.batch.usage import TokenUsage, usage_of
 from kvroute.batch.window import Window
@@ -50,7 +51,7 @@ class RunProgress:
 class AnswerSink(Protocol):
     """Where answers are written."""
 
-    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+    def write(self, custom_id: CustomId, *, status: int, request_id: str, body: bytes) -> None:
         """Write an answer. Raises OSError."""
 
     async def sync(self) -> None:
@@ -77,6 +78,7 @@ class Runner:
         headers: Callable[[], Mapping[str, str]] = dict,
         max_tries: int | None = MAX_TRIES,
         threads: Executor | None = None,
+        downloads: bool = False,
     ) -> None:
         """Create a runner.
 
@@ -92,6 +94,7 @@ class Runner:
             headers: returns further headers of the next request.
             max_tries: see MAX_TRIES; None: a line is sent again without a limit.
             threads: reads the lines; None: asyncio's own threads.
+            downloads: whether recordings that lines name are downloaded.
         """
         self._client = client
         self._read = read
@@ -108,6 +111,7 @@ class Runner:
         self._max_tries = max_tries
         self._places = Places()
         self._threads = threads
+        self._downloads = downloads
         self.progress = RunProgress(total, done=total - len(self._waiting))
 
     @property
@@ -182,8 +186,11 @@ class Runner:
             raise
         except Exception as error:  # whatever is wrong with a line must not end the others
             text = f"{type(error).__name__}: {error}"
-            body = msgspec.json.encode({"error": {"message": text, "type": "server_error"}})
-            self._results.write(line.custom_id, status=500, request_id="", body=body)
+            status, kind = 500, "server_error"
+            if isinstance(error, BadLineError):
+                status, kind, text = 400, "invalid_request_error", str(error)
+            body = msgspec.json.encode({"error": {"message": text, "type": kind}})
+            self._results.write(line.custom_id, status=status, request_id="", body=body)
             self.progress.done += 1
             self.progress.failed += 1
         self._sent.discard(index)
@@ -191,9 +198,10 @@ class Runner:
     async def _final_answer(self, line: SentLine) -> httpx.Response:
         """Send a line until it has a final answer, or the cluster refuses it (429)."""
         pause_s, tries = FIRST_PAUSE_S, 0
-        content, id_ = _without_stream(line.body), uuid.uuid4().hex
+        content, kind = await body_of(line, downloads=self._downloads)
+        id_ = uuid.uuid4().hex
         while True:
-            headers = {REQUEST_ID: id_, **self._headers()}
+            headers = {REQUEST_ID: id_, **self._headers(), "content-type": kind}
             sent_s = time.monotonic()
             try:
                 response = await self._client.post(line.url, content=content, headers=headers)
@@ -234,15 +242,6 @@ class Runner:
         self.progress.done += 1
         self.progress.failed += response.is_error
         self.progress.usage += usage_of(response.content)
-
-
-def _without_stream(body: msgspec.Raw) -> bytes:
-    """Return a body that does not ask for a stream, since a line has one answer."""
-    if b"stream" not in bytes(body):
-        return bytes(body)
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    kept = {name: value for name, value in fields.items() if not name.startswith("stream")}
-    return msgspec.json.encode(kept)
 
 
 def _may_retry(response: httpx.Response) -> bool:

@@ -178,6 +178,7 @@ async def _run(
             results,
             total=len(lines),
             window=Window(lambda: max_open),
+            downloads=True,
         )
         with _Display(runner.progress) as display:
             try:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.batch import lines as lines_module
-from kvroute.batch.lines import MAX_FAULTS, BadLinesError, open_lines
+from kvroute.batch.lines import BOM, MAX_FAULTS, BadLinesError, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
 
@@ -43,6 +43,38 @@ def test_lines_are_found_again_by_their_index(tmp_path: Path) -> None:
     assert found == texts[:0:-1]
 
 
+def test_lines_of_other_programs_are_read(tmp_path: Path) -> None:
+    """Byte order marks, also of joined files, numbers as ids, `post`, and recordings."""
+    audio = {"file_url": "data:audio/wav;base64,AAAA", "model": "whisper"}
+    each = [
+        chat_line("1", "x") | {"custom_id": 1},
+        chat_line("2", "x", method="post") | {"custom_id": 2.5},
+        chat_line("3", "x", url="/v1/audio/transcriptions", body=audio),
+    ]
+    path = tmp_path / "in"
+    path.write_bytes(b"".join(BOM + json.dumps(line).encode() + b"\n\r\n" for line in each) + BOM)
+    sorter = Sorter()
+    with closing(open_lines(path, sorter.add)) as lines:
+        assert [lines.read(index).custom_id for index in range(3)] == [1, 2.5, "3"]
+        assert json.loads(bytes(lines.read(0).body)) == each[0]["body"]
+        results = Results(tmp_path / "out", tmp_path / "errors", lines)
+        results.write(1, status=200, request_id="r", body=b"{}")
+        results.write(2.5, status=400, request_id="r", body=b"{}")
+        results.close()
+        assert json.loads((tmp_path / "out").read_text())["custom_id"] == 1
+        again = Results(tmp_path / "out", tmp_path / "errors", lines)
+        assert [*again.is_done] == [True, True, False]
+        again.close()
+    assert len(sorter.order()) == 3
+
+
+def test_a_file_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_text(json.dumps(chat_line("1", "x")), encoding="utf-16")
+    with pytest.raises(BadLinesError, match="line 1: the file is in UTF-16"):
+        open_lines(path)
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -51,7 +83,9 @@ def test_lines_are_found_again_by_their_index(tmp_path: Path) -> None:
         (json.dumps({"url": CHAT, "body": {}}), "missing required field `custom_id`"),
         (json.dumps(chat_line("", "x")), "length >= 1"),
         (json.dumps(chat_line("b", "x", url="/v1/files")), "Invalid enum value '/v1/files'"),
-        (json.dumps(chat_line("b", "x", method="GET")), "Invalid enum value 'GET'"),
+        (json.dumps(chat_line("b", "x", method="GET")), "method is 'GET'; expected POST"),
+        (json.dumps(chat_line("b", "x") | {"custom_id": True}), "got `bool` - at `$.custom_id`"),
+        (json.dumps(chat_line("b", "x") | {"custom_id": 1 << 70}), "$.custom_id"),
         (json.dumps(chat_line("b", "x", body=[])), r"Expected `object`, got `array` - at `$.body`"),
         (json.dumps(chat_line("a", "x")), "line 2: an earlier line has the same custom_id"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from starlette.requests import Request
 
 from kvroute.batch import places, run
-from kvroute.batch.lines import open_lines
+from kvroute.batch.line_body import BadLineError, body_of
+from kvroute.batch.lines import SentLine, open_lines
 from kvroute.batch.results import Results
 from kvroute.batch.run import MAX_TRIES, RefusedKeyError, Runner
 from kvroute.batch.usage import TokenUsage
@@ -65,6 +69,54 @@ def written(path: Path) -> list[dict[str, Any]]:
 
 def prompt_of(request: httpx.Request) -> str:
     return str(json.loads(request.content)["prompt"])
+
+
+async def test_a_line_has_one_whole_answer() -> None:
+    async def sent(url: str, body: bytes) -> Any:
+        content, kind = await body_of(SentLine("1", url, msgspec.Raw(body)), downloads=False)
+        assert kind == "application/json"
+        return json.loads(content)
+
+    asked = b'{"input": "x", "stream": true, "b\\u0061ckground": true, "stream_options": {}}'
+    assert await sent("/v1/responses", asked) == {"input": "x"}
+    other = b'{"prompt": "background", "background": true}'
+    assert await sent("/v1/completions", other) == json.loads(other)  # it is refused there
+
+
+async def test_a_line_with_a_recording_is_sent_as_a_form(tmp_path: Path) -> None:
+    body = {
+        "file_url": f"data:audio/wav;base64,{b64encode(b'sound').decode()}",
+        "model": "whisper",
+        "temperature": 0.5,
+        "timestamp_granularities": ["word", "segment"],
+        "language": None,
+    }
+    line = SentLine("1", "/v1/audio/transcriptions", msgspec.Raw(json.dumps(body).encode()))
+    content, kind = await body_of(line, downloads=False)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    headers = [(b"content-type", kind.encode())]
+    async with Request({"type": "http", "headers": headers}, receive).form() as form:
+        *fields, (_, file) = form.multi_items()
+        assert not isinstance(file, str)
+        assert (await file.read(), file.content_type) == (b"sound", "audio/wav")
+        assert file.filename == "recording.wav"
+    assert fields == [
+        ("model", "whisper"),
+        ("temperature", "0.5"),
+        ("timestamp_granularities[]", "word"),
+        ("timestamp_granularities[]", "segment"),
+    ]
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.1/a.wav", "data:audio/wav;base64", "", None, 3])
+async def test_a_recording_that_cannot_be_read_fails_its_line(address: object) -> None:
+    """A router downloads nothing: a client could let it read what only the cluster reaches."""
+    raw = msgspec.Raw(json.dumps({"file_url": address}).encode())
+    with pytest.raises(BadLineError, match="file_url"):
+        await body_of(SentLine("1", "/v1/audio/translations", raw), downloads=False)
 
 
 async def test_a_line_is_sent_until_it_has_an_answer(tmp_path: Path) -> None:

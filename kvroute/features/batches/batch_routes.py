@@ -6,8 +6,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.features.batches.batches import BatchBody, as_object
+from kvroute.features.batches.records import BATCH_PREFIX
 from kvroute.features.batches.service import Service, needing_store
 from kvroute.router.api.bodies import BodyReader
+from kvroute.router.endpoints.idempotency import new_id
 from kvroute.router.endpoints.pages import page_of
 from kvroute.router.middleware.caller_check import caller_of
 
@@ -22,7 +24,9 @@ async def create_batch(request: Request, service: Service, bodies: BodyReader) -
     """Create a batch from an uploaded file. It runs in the background."""
     body = await bodies.parsed(BatchBody, request)
     with needing_store():
-        batch = await service.batches.create(body, caller_of(request))
+        batch = await service.batches.create(
+            body, caller_of(request), new_id(request, BATCH_PREFIX)
+        )
     return JSONResponse(as_object(batch))
 
 

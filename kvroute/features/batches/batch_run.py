@@ -144,7 +144,6 @@ class BatchRun:
             progress = snapshot.progress
             await self._state.finish(run, "failed", faults=faults, progress=progress)
             return
-        await self._environment.batches.register_results(self.record, "output")
         await self._state.start(self._before.total)
         lines = await asyncio.to_thread(open_index, path, await self._own_path("index"))
         with closing(lines):
@@ -263,6 +262,8 @@ class BatchRun:
         if progress == msgspec.structs.replace(self._reported, updated_at=0):
             return
         progress = msgspec.structs.replace(progress, updated_at=int(time.time()))
+        if progress.completed and not self._reported.completed:
+            await self._environment.batches.register_results(self.record, "output")
         if progress.failed and not self._reported.failed:
             await self._environment.batches.register_results(self.record, "errors")
         await self._state.report(progress)

@@ -23,11 +23,13 @@ from kvroute.features.batches.stores.file_store import FileStore
 from kvroute.features.gate import Caller
 from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.api.parsing import Metadata
+from kvroute.router.endpoints.idempotency import reused
 
 PURPOSE = "batch"  # purpose of files that are the input of batches
 RESULTS = "batch_output"  # purpose of files with the results of batches
 WINDOW = re.compile(r"(\d{1,6})([smhd])\Z")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400  # limits of the seconds until a file expires
 RESULTS_TTL_S = 30 * 86_400  # seconds until results expire, as in OpenAI's API
 # The record of a batch is kept for this many seconds after the batch's end. By default, its results
 # are deleted earlier.
@@ -45,10 +47,10 @@ Text = Annotated[str, Field(max_length=512)]
 
 
 class ExpiresAfter(BaseModel):
-    """When the results of a batch expire."""
+    """When a file expires, or the results of a batch."""
 
     anchor: Literal["created_at"] = "created_at"
-    seconds: Annotated[int, Field(ge=3600, le=10 * 365 * 86_400)]
+    seconds: Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
 class BatchBody(BaseModel):
@@ -72,13 +74,22 @@ class Batches:
         # The latest known states. Those of batches that have ended do not change any more.
         self._known: dict[str, Snapshot] = {}
 
-    async def create(self, body: BatchBody, caller: Caller) -> Snapshot:
+    async def create(self, body: BatchBody, caller: Caller, id_: str = "") -> Snapshot:
         """Create a batch, which some router runs soon.
 
+        Args:
+            body: what the batch is made of.
+            caller: its owner.
+            id_: its id; empty: a new one. If there is such a batch, it is returned.
+
         Raises:
-            ApiError: the body cannot be used, or the tenant has too many open batches.
+            ApiError: the body cannot be used, the tenant has too many open batches, or there is a
+                batch with this id and another body.
             OSError: the store cannot be used.
         """
+        id_ = id_ or new_batch_id()
+        if (earlier := await self._snapshot(id_)) is not None:
+            return _same(earlier, body)
         tenant, now = caller.tenant, int(self._files.clock.now_s())
         if body.endpoint not in PATHS:
             raise invalid(
@@ -97,7 +108,7 @@ class Batches:
         await self._files.check_room(caller)
         expires = body.output_expires_after
         record = BatchRecord(
-            new_batch_id(),
+            id_,
             tenant,
             input_file_id=file.id,
             endpoint=body.endpoint,
@@ -110,9 +121,8 @@ class Batches:
             metadata=body.metadata,
             output_ttl_s=expires.seconds if expires else None,
         )
-        state = BatchState(self._store, record.id)
-        await state.create(record)
-        return await self._found(record.id, tenant)
+        await BatchState(self._store, id_).create(record)
+        return _same(await self._found(id_, tenant), body)
 
     async def get(self, id_: str, tenant: str) -> Snapshot:
         """Return a batch of a tenant.
@@ -278,7 +288,7 @@ def as_object(snapshot: Snapshot) -> dict[str, Any]:
         "input_file_id": record.input_file_id,
         "completion_window": record.completion_window,
         "status": snapshot.status,
-        "output_file_id": record.output_file_id if started else None,
+        "output_file_id": record.output_file_id if progress.completed else None,
         "error_file_id": record.error_file_id if progress.failed else None,
         "created_at": record.created_at,
         "in_progress_at": started.in_progress_at if started else None,
@@ -300,6 +310,18 @@ def as_object(snapshot: Snapshot) -> dict[str, Any]:
         },
         "metadata": record.metadata,
     }
+
+
+def _same(earlier: Snapshot, body: BatchBody) -> Snapshot:
+    """Return a batch if its body is this one. Raises ApiError."""
+    record, expires = earlier.record, body.output_expires_after
+    own = (record.input_file_id, record.endpoint, record.completion_window, record.metadata)
+    if (*own, record.output_ttl_s) != (
+        *(body.input_file_id, body.endpoint, body.completion_window, body.metadata),
+        expires.seconds if expires else None,
+    ):
+        raise reused(earlier.id)
+    return earlier
 
 
 def _forgotten(ended: Sequence[Snapshot], now_s: float) -> set[str]:

@@ -6,12 +6,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
 
+from kvroute.features.batches.batches import MAX_TTL_S, ExpiresAfter
 from kvroute.features.batches.files import FileUpload
-from kvroute.features.batches.records import FileRecord
+from kvroute.features.batches.records import FILE_PREFIX, FileRecord
 from kvroute.features.batches.service import BatchService, Service, needing_store
 from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.api.parsing import json_object
 from kvroute.router.endpoints.form import UploadForm
+from kvroute.router.endpoints.idempotency import new_id
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.middleware.caller_check import at_gate, caller_of
 
@@ -19,7 +23,7 @@ FILES = "/v1/files"
 MAX_LISTED = 10_000  # the most files in one page, as in OpenAI's API
 PURPOSES = ("batch", "user_data", "evals")
 DEFAULT_TTL_S = 30 * 86_400  # seconds until the input of a batch expires, as in OpenAI's API
-MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
+EXPIRES = "expires_after"  # name of the field that says when a file expires
 MAX_NAME = 255  # longest name of a file, in characters
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
 
@@ -39,6 +43,7 @@ async def upload_file(request: Request, service: Service) -> Response:
                 form.content(),
                 lambda: _described(form),  # some clients send fields after the file
                 caller_of(request),
+                new_id(request, FILE_PREFIX),
             )
     return JSONResponse(as_object(record))
 
@@ -142,17 +147,24 @@ def _purpose(fields: dict[str, str]) -> str:
 
 
 def _ttl_s(fields: dict[str, str]) -> int | None:
-    """Return after how many seconds the file expires; None: it does not expire."""
-    text = fields.get("expires_after[seconds]")
-    if text is None:
+    """Return after how many seconds the file expires; None: it does not expire.
+
+    The value is one field with JSON, or one field for each of its members.
+    """
+    names = {name: f"{EXPIRES}[{name}]" for name in ExpiresAfter.model_fields}
+    given: Any = {name: fields[own] for name, own in names.items() if own in fields}
+    if not given and EXPIRES not in fields:
         return DEFAULT_TTL_S if fields.get("purpose") == "batch" else None
-    is_number = text.isascii() and text.isdecimal() and len(text) <= 12
-    if not (is_number and MIN_TTL_S <= int(text) <= MAX_TTL_S):
+    try:
+        given = given or json_object(fields[EXPIRES].encode())
+        return ExpiresAfter.model_validate(given).seconds
+    except (ApiError, ValidationError):
         raise invalid(
-            "expires_after",
-            f"expires_after[seconds] is {shown(text)}; expected {MIN_TTL_S} to {MAX_TTL_S}",
-        )
-    return int(text)
+            EXPIRES,
+            f"{EXPIRES} is {shown(given or fields[EXPIRES])}; expected "
+            '{"anchor": "created_at", "seconds": 3600}, with up to '
+            f"{MAX_TTL_S} seconds",
+        ) from None
 
 
 def _range(header: str, size: int) -> tuple[int, int]:

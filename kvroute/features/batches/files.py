@@ -14,6 +14,7 @@ from kvroute.features.batches.records import FILE_ID, FileRecord, Segment, new_f
 from kvroute.features.batches.stores.file_store import FileStore
 from kvroute.features.gate import Caller
 from kvroute.router.api.errors import ApiError
+from kvroute.router.endpoints.idempotency import reused
 from kvroute.store.connection import SharedClock
 
 log = logging.getLogger("kvroute.batches")
@@ -70,6 +71,7 @@ class Files:
         parts: AsyncIterable[bytes],
         describe: Callable[[], FileUpload],
         caller: Caller,
+        id_: str = "",
     ) -> FileRecord:
         """Store a file whose content arrives in parts.
 
@@ -78,12 +80,22 @@ class Files:
             describe: returns what the client says about the file; called after the last part. If
                 it raises ApiError, the file is deleted.
             caller: the owner.
+            id_: the file's id; empty: a new one. If there is such a file, it is returned.
 
         Raises:
-            ApiError: the file is too large, or a quota is exceeded.
+            ApiError: the file is too large, a quota is exceeded, or there is another file with this
+                id.
             OSError: the store cannot be used.
         """
-        id_, now = new_file_id(), int(self.clock.now_s())
+        id_ = id_ or new_file_id()
+        if (earlier := await self._read(id_)) is not None:
+            if not self._is_expired(earlier):
+                size = 0
+                async for part in parts:
+                    size += len(part)
+                return _same(earlier, describe(), size)
+            await self.delete(earlier)
+        now = int(self.clock.now_s())
         bounded = await self._bounded(parts, caller, new_files=1)
         try:
             try:
@@ -105,15 +117,21 @@ class Files:
                 now_used.used += size
                 now_used.total += size
                 now_used.check()
-                await self.register(record)
+                is_new = await self.register(record)
         except BaseException:
-            await asyncio.shield(self._store.delete(f"{FOLDER}/{id_}.data"))
+            await asyncio.shield(self._discard(id_))
             raise
-        return record
+        earlier = None if is_new else await self._read(id_)
+        return _same(earlier, upload, size) if earlier else record
 
-    async def register(self, record: FileRecord) -> None:
-        """Add a file whose content is already stored. Raises OSError."""
-        await self._store.create(f"{FOLDER}/{record.id}.json", encode(record))
+    async def register(self, record: FileRecord) -> bool:
+        """Add a file whose content is already stored; return whether it is new. Raises OSError."""
+        return await self._store.create(f"{FOLDER}/{record.id}.json", encode(record))
+
+    async def _discard(self, id_: str) -> None:
+        """Delete a content, unless another request has added a file with it. Raises OSError."""
+        if await self._read(id_) is None:
+            await self._store.delete(f"{FOLDER}/{id_}.data")
 
     async def check_room(self, caller: Caller) -> None:
         """Check that the results of another batch may be stored.
@@ -360,6 +378,14 @@ async def _nothing() -> AsyncIterator[bytes]:
     """Yield no content."""
     return
     yield
+
+
+def _same(earlier: FileRecord, upload: FileUpload, size: int) -> FileRecord:
+    """Return a file if it is the one of this upload. Raises ApiError."""
+    own = (earlier.filename, earlier.purpose, earlier.bytes)
+    if own != (upload.filename, upload.purpose, size):
+        raise reused(earlier.id)
+    return earlier
 
 
 def _bytes(records: Iterable[FileRecord]) -> int:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from kvroute.batch.lines import CustomId
 from kvroute.batch.results import result_line, unanswered_line
 from kvroute.features.batches.batch_state import BatchState
 from kvroute.features.batches.records import KINDS, Kind, Run
@@ -22,12 +23,12 @@ class Output:
         self._writing = set[asyncio.Task[None]]()
         self._error: OSError | None = None  # why lines could not be written
 
-    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+    def write(self, custom_id: CustomId, *, status: int, request_id: str, body: bytes) -> None:
         """Add the answer to a line."""
         line = result_line(custom_id, status=status, request_id=request_id, body=body)
         self._lines["output" if status < 400 else "errors"] += line
 
-    def write_unanswered(self, custom_id: str, *, code: str, message: str) -> None:
+    def write_unanswered(self, custom_id: CustomId, *, code: str, message: str) -> None:
         """Add an error for a line that has no answer, because the batch has ended early."""
         self._lines["errors"] += unanswered_line(custom_id, code=code, message=message)
 

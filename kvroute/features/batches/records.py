@@ -26,8 +26,9 @@ from kvroute.batch.lines import Fault
 from kvroute.batch.usage import TokenUsage
 from kvroute.contract.priority import Priority
 
-FILE_ID = re.compile(r"file-[0-9a-f]{32}\Z")
-BATCH_ID = re.compile(r"batch_[0-9a-f]{32}\Z")
+FILE_PREFIX, BATCH_PREFIX = "file-", "batch_"
+FILE_ID = re.compile(FILE_PREFIX + r"[0-9a-f]{32}\Z")
+BATCH_ID = re.compile(BATCH_PREFIX + r"[0-9a-f]{32}\Z")
 
 Kind = Literal["output", "errors"]
 KINDS: tuple[Kind, ...] = ("output", "errors")
@@ -132,8 +133,8 @@ class End(Struct, frozen=True, omit_defaults=True):
 
 
 def new_file_id() -> str:
-    return f"file-{uuid.uuid4().hex}"
+    return f"{FILE_PREFIX}{uuid.uuid4().hex}"
 
 
 def new_batch_id() -> str:
-    return f"batch_{uuid.uuid4().hex}"
+    return f"{BATCH_PREFIX}{uuid.uuid4().hex}"

@@ -301,6 +301,43 @@ async def test_each_cluster_of_a_machine_sees_its_own_files_also_after_a_restart
     assert [found.id for found in await files_at(8000).listed("")] == [file.id]
 
 
+async def test_what_is_sent_twice_with_one_key_is_one_object(
+    files: Files, batches: Batches, store: Folder
+) -> None:
+    ids, made = ["file-" + "1" * 32, "batch_" + "1" * 32], []
+    upload = FileUpload("in.jsonl", "batch", ttl_s=None)
+    for _ in range(2):
+        file = await files.add(parts(5), lambda: upload, ANYONE, ids[0])
+        body = BatchBody(input_file_id=file.id, endpoint=CHAT, metadata={"a": "b"})
+        made.append((file, (await batches.create(body, ANYONE, ids[1])).record))
+    assert made[0] == made[1]
+    assert [each.id for each in made[0]] == ids
+    assert len(await files.listed("")) == len(await batches.listed("")) == 1
+    with pytest.raises(ApiError, match="was sent before, with a different request"):
+        await files.add(parts(6), lambda: upload, ANYONE, ids[0])
+    with pytest.raises(ApiError, match="was sent before, with a different request"):
+        await batches.create(body.model_copy(update={"metadata": {}}), ANYONE, ids[1])
+    assert [name for name in await store.names("files") if name.endswith(".data")]
+
+
+async def test_a_failed_upload_leaves_the_file_of_its_repetition(files: Files) -> None:
+    id_, is_added = "file-" + "1" * 32, asyncio.Event()
+    upload = FileUpload("in.jsonl", "batch", ttl_s=None)
+
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"12"
+        await is_added.wait()
+        raise ApiError(400, "the client has left")
+
+    first = asyncio.create_task(files.add(broken(), lambda: upload, ANYONE, id_))
+    await asyncio.sleep(0)
+    record = await files.add(parts(5), lambda: upload, ANYONE, id_)
+    is_added.set()
+    with pytest.raises(ApiError, match="has left"):
+        await first
+    assert b"".join([chunk async for chunk in files.content(record, 0, 5)]) == b"xxxxx"
+
+
 async def test_the_number_of_open_batches_of_the_cluster_is_limited(
     files: Files, batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvroute.features.batches import report, runner
 from kvroute.features.batches.batch_state import BatchState
-from kvroute.features.batches.batches import BatchBody, Batches
+from kvroute.features.batches.batches import BatchBody, Batches, as_object
 from kvroute.features.batches.files import Files, FileUpload
 from kvroute.features.batches.runner import BatchRunner
 from kvroute.features.batches.stores.folder import Folder
@@ -38,7 +38,8 @@ class Cluster:
             return True
 
         leases: Any = SimpleNamespace(take=yes, release=yes)
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"usage": {}}))
+        self.answer = httpx.Response(200, json={"usage": {}})
+        transport = httpx.MockTransport(lambda request: self.answer)
         self.runner = BatchRunner(
             "router",
             self.store,
@@ -156,3 +157,16 @@ async def test_a_batch_fails_if_its_tenant_has_no_key_any_more(cluster: Cluster)
     running.cancel()
     assert batch.status == "failed"
     assert [fault.code for fault in batch.end.faults] == ["invalid_api_key"]
+
+
+async def test_a_batch_of_failed_lines_has_no_output_file(cluster: Cluster) -> None:
+    cluster.answer = httpx.Response(400, json={"error": {"message": "bad"}})
+    id_ = await cluster.create()
+    running = asyncio.create_task(cluster.runner.run())
+    while await cluster.status(id_) != "completed":
+        await asyncio.sleep(0.01)
+    running.cancel()
+    shown = as_object(await cluster.batches.get(id_, ""))
+    assert shown["output_file_id"] is None
+    listed = {record.id for record in await cluster.files.listed("")}
+    assert listed == {shown["error_file_id"], shown["input_file_id"]}

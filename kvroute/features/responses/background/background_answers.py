@@ -20,10 +20,13 @@ from kvroute.router.api.errors import (
 )
 from kvroute.router.api.json_members import encode
 from kvroute.router.dispatch.relay import complete_response
+from kvroute.router.endpoints.idempotency import new_id
 from kvroute.router.endpoints.signs_of_life import keep_alive_s, with_signs_of_life
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.rendering import RefusedCallError
 from kvroute.store.connection import REDIS_ERRORS
+
+RESPONSE_PREFIX = "resp_"  # beginning of a response's id
 
 
 async def begin(call: Call, request: Request) -> Response:
@@ -42,7 +45,7 @@ async def begin(call: Call, request: Request) -> Response:
         await model.requests.check(call)
     except RefusedCallError as error:
         return complete_response(error.refusal, path=call.path)
-    record = await service.create(call, request.headers)
+    record = await service.create(call, request.headers, new_id(request, RESPONSE_PREFIX))
     if call.body.get("stream") is True:
         return events_of(service, record, -1, every_s=keep_alive_s(request))
     return as_response(service, record)

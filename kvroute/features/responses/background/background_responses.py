@@ -34,6 +34,7 @@ from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.api.json_members import Members, encode, members
 from kvroute.router.api.sessions import HEADERS as SESSION_HEADERS
 from kvroute.router.api.urgency import HEADERS as URGENCY_HEADERS
+from kvroute.router.endpoints.idempotency import reused
 from kvroute.router.endpoints.openai_routes import RECEIPT
 from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.connection import REDIS_ERRORS, connect
@@ -110,16 +111,21 @@ class BackgroundResponses(RouterService):
         if releases:
             await asyncio.wait(releases, timeout=STOP_S)
 
-    async def create(self, call: Call, headers: Mapping[str, str]) -> Record:
+    async def create(self, call: Call, headers: Mapping[str, str], id_: str = "") -> Record:
         """Store a new response, and run it in the background.
 
         Args:
             call: the request, which a replica would accept.
+            id_: the response's id; empty: a new one. If there is such a response, it is returned.
 
         Raises:
-            ApiError: too many responses have not ended, or Redis cannot be used.
+            ApiError: too many responses have not ended, Redis cannot be used, or there is another
+                request's response with this id.
         """
-        tenant = call.caller.tenant
+        tenant, salt = call.caller.tenant, owner(call.caller, call.body.get("cache_salt"))
+        id_ = id_ or f"resp_{uuid.uuid4().hex}"
+        if (earlier := await self.find(id_, salt)) is not None:
+            return self._same(earlier, call)
         with needing_redis():
             tenants = list((await self.store.open()).values())
         if len(tenants) >= MAX_OPEN or (tenant and tenants.count(tenant) >= MAX_OPEN_OF_TENANT):
@@ -130,7 +136,7 @@ class BackgroundResponses(RouterService):
                 "have ended, or cancel them",
                 code="overloaded",
             )
-        id_, created_at = f"resp_{uuid.uuid4().hex}", int(self.store.clock.now_s())
+        created_at = int(self.store.clock.now_s())
         body = BackgroundBody(
             id_,
             tenant,
@@ -142,9 +148,9 @@ class BackgroundResponses(RouterService):
         )
         head = Head("queued", events=len(QUEUED_EVENTS), router=self._router_id, attempts=1)
         with needing_redis():
-            record = await self.store.create(
-                key(id_, owner(call.caller, call.body.get("cache_salt"))), head, body
-            )
+            record = await self.store.create(key(id_, salt), head, body)
+        if record == "known" and (earlier := await self.find(id_, salt)) is not None:
+            return self._same(earlier, call)
         if not isinstance(record, Record):
             raise ApiError(
                 413,
@@ -153,6 +159,13 @@ class BackgroundResponses(RouterService):
             )
         self._run(record, body)
         return record
+
+    def _same(self, earlier: Record, call: Call) -> Record:
+        """Return the response of an earlier request if this call repeats it. Raises ApiError."""
+        body = self.body(earlier)
+        if bytes(body.request) != call.raw:
+            raise reused(body.id)
+        return earlier
 
     async def find(self, id_: str, salt: str) -> Record | None:
         """Return a response; None if its owner, who has this salt, has none with this id."""
