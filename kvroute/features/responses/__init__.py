@@ -34,7 +34,7 @@ class StoredResponses(Feature):
         CONVERSATION: f"it is lost; do all routers have the same version? {FOREIGN}",
         RESPONSE: f"its conversation is lost; do all routers have the same version? {FOREIGN}",
     }
-    paths = Paths(use=("/v1/conversations",))
+    paths = Paths(use=("/v1/conversations",), repeated=("/v1/responses/compact",))
     once: ClassVar[Mapping[str, Sequence[str]]] = {"/v1/responses": ("background", "conversation")}
 
     def options(self) -> "type[BaseModel]":
@@ -64,6 +64,10 @@ class StoredResponses(Feature):
         return background_responses(base)
 
     def routes(self) -> "Sequence[APIRouter]":
-        from kvroute.features.responses import conversation_routes, response_routes
+        from kvroute.features.responses import (
+            compact_routes,
+            conversation_routes,
+            response_routes,
+        )
 
-        return [response_routes.routes, conversation_routes.routes]
+        return [compact_routes.routes, response_routes.routes, conversation_routes.routes]

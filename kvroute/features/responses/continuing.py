@@ -8,7 +8,7 @@ response.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,9 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.expanded import Expanded
 from kvroute.features.responses import PREVIOUS_NOT_FOUND
 from kvroute.features.responses.conversations import ConversationObjects
-from kvroute.features.responses.response_items import PREVIOUS, as_input
+from kvroute.features.responses.items.input_items import input_items, with_input
+from kvroute.features.responses.items.references import References
+from kvroute.features.responses.response_items import PREVIOUS, as_input, listed_id
 from kvroute.features.responses.stores.leased_values import INLINE_BYTES, TooLongError, owner
 from kvroute.features.responses.stores.response_store import (
     MAX_LINKS,
@@ -55,6 +57,8 @@ class Input:
 
 
 NO_INPUT = Input(b"[]")
+# Types of items that models write, besides messages.
+WRITTEN = ("function_call", "custom_tool_call", "reasoning", "compaction")
 MESSAGE_VALUES = 3  # JSON values of an input message: the object, its role and its content
 
 
@@ -83,6 +87,7 @@ class Conversations:
         """
         self.objects = objects
         self.responses = store
+        self.references = References(objects.places, store, objects.store)
         self._outage = Outage(log, "responses are not stored")
 
     async def expand(self, call: Call) -> Expanded:
@@ -92,21 +97,24 @@ class Conversations:
             ApiError: the previous response or the conversation is unknown, or it is too long.
         """
         previous_id, conversation_id = _previous_id(call.body), _conversation_id(call.body)
-        own, salt = await input_of(call), owner(call.caller, call.body.get("cache_salt"))
+        salt = owner(call.caller, call.body.get("cache_salt"))
         is_stored = call.body.get("store", True) in (True, None)
         keepers, continued = list[Keep](), Members()
         if call.body.get(BACKGROUND):  # replicas do not know that it runs in the background
             others = {k: v for k, v in members(call.raw).items() if k != BACKGROUND}
             call = replace(call, raw=encode(others))
             continued[BACKGROUND] = msgspec.Raw(b"true")
-        new = own  # the input that the stored response adds to the responses before it
         if previous_id is not None:
             turns = await self._previous_turns(previous_id, salt)
+            call = _without_known(call, lambda: _ids_in(turns, previous_id))
+            own = new = await input_of(call)
             call = self._with_turns(call, own, turns)
             continued[PREVIOUS] = msgspec.Raw(encode(previous_id))
         elif conversation_id is not None:
             found = await self.objects.found(conversation_id, salt)
             before = found.conversation
+            call = _without_known(call, lambda: before.ids)
+            own = await input_of(call)
             turn = StoredTurn(msgspec.Raw(found.items), 0, len(before.ids), before.values)
             call = self._with_turns(call, own, [turn])
             new = Input(
@@ -114,6 +122,9 @@ class Conversations:
             )
             continued[CONVERSATION] = msgspec.Raw(encode({"id": conversation_id}))
             keepers.append(partial(self._keep, partial(self._append, own, conversation_id, salt)))
+        else:
+            own = new = await input_of(call)
+        # `new` is the input that the stored response adds to the responses before it.
         if is_stored:
             keepers.append(partial(self._keep, partial(self._put, new, previous_id, salt)))
         storing = Storing(continued, keepers) if continued or keepers else None
@@ -198,13 +209,69 @@ class Conversations:
         """Store a response."""
         id_, turn = turn_of(response, own)
         body = encode({k: v for k, v in response.items() if k != RECEIPTS})
-        await self.responses.put(id_, salt, previous_id, turn, body)
+        if await self.responses.put(id_, salt, previous_id, turn, body) == "stored":
+            items = _decoded(turn.items)
+            added = items[_first_new(items, turn.inputs) :]
+            await self.objects.places.put("response", id_, ids_of(added), salt)
 
     async def _append(self, own: Input, id_: str, salt: str, response: Members) -> None:
         """Add the input and the output of a response to its conversation."""
         output = as_input(_decoded(response["output"]))
         encoded = joined([own.items, encode(output)])
         await self.objects.append(id_, salt, [*_decoded(own.items), *output], encoded)
+
+
+def _without_known(call: Call, known: Callable[[], Iterable[str]]) -> Call:
+    """Return the call without the items of its input that are in the conversation already.
+
+    Clients that keep the history themselves send such items again, with their ids.
+
+    Args:
+        known: returns the ids of the conversation's items.
+    """
+    given = call.body.get("input")
+    if not (isinstance(given, list) and any(_id_of(item) for item in given)):
+        return call
+    items, ids = input_items(call), set(known())
+    left = [item for item in items if _id_of(item.value) not in ids]
+    return call if len(left) == len(items) else with_input(call, left)
+
+
+def _id_of(item: Any) -> str | None:
+    id_ = item.get("id") if isinstance(item, dict) else None
+    return id_ if isinstance(id_, str) else None
+
+
+def ids_of(items: Iterable[Any]) -> list[str]:
+    """Return the ids of those items that have one."""
+    return [id_ for item in items if (id_ := _id_of(item))]
+
+
+def _ids_in(turns: Sequence[StoredTurn], last_id: str) -> list[str]:
+    """Return the ids of the items of a conversation.
+
+    Args:
+        last_id: the id of its last response, whose list of items gives an id to each of them.
+    """
+    items = _decoded(joined([turn.items for turn in turns]))
+    return [*ids_of(items), *(listed_id(last_id, number) for number in range(len(items)))]
+
+
+def _first_new(items: Sequence[Mapping[str, Any]], inputs: int) -> int:
+    """Return the index of the first item that is new with a response.
+
+    A client that keeps the history sends all of it each time. New are the items after the last one
+    that a model has written.
+
+    Args:
+        inputs: how many of the items are the response's input.
+    """
+    return next((n + 1 for n in reversed(range(inputs)) if _is_written(items[n])), 0)
+
+
+def _is_written(item: Mapping[str, Any]) -> bool:
+    """Return whether a model has written an item."""
+    return item.get("role") == "assistant" or item.get("type") in WRITTEN
 
 
 def _previous_id(body: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
@@ -23,16 +22,12 @@ class ItemsBody(BaseModel):
     @field_validator("items")
     @classmethod
     def _check(cls, items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Raise an error if an item could not be part of a response's input."""
+        """Raise an error if there are too many values, or if an id or a type is not a string."""
         if values_in(items) > MAX_VALUES:
             raise _problem(f"they have more than {MAX_VALUES} JSON values; send fewer items")
         for number, item in enumerate(items):
             _check_item(number, item)
         return items
-
-    def encoded(self) -> bytes:
-        """Return the items as a JSON array."""
-        return pydantic_core.to_json(self.items)
 
 
 class ConversationBody(ItemsBody):
@@ -58,13 +53,6 @@ def _check_item(number: int, item: dict[str, Any]) -> None:
         raise _problem(
             f"the id of item {number} is {shown(id_)}; expected a string of 1 to {MAX_NAME} "
             "characters, or none"
-        )
-    if kind == "message" and not (
-        isinstance(item.get("role"), str) and isinstance(item.get("content"), str | list)
-    ):
-        raise _problem(
-            f"item {number} is not a message such as "
-            '{"type": "message", "role": "user", "content": "Hello"}'
         )
 
 

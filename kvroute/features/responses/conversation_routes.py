@@ -5,16 +5,19 @@ A conversation can only be used by the tenant and with the `cache_salt` that cre
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.features.responses.continuing import OPTION
 from kvroute.features.responses.conversation_bodies import ConversationBody, ItemsBody, MetadataBody
 from kvroute.features.responses.conversations import ConversationObjects
+from kvroute.features.responses.items.reading import ItemReader
 from kvroute.features.responses.response_routes import Salt, page, stores_of
+from kvroute.features.responses.router_responses import RouterResponses
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import ApiError
 from kvroute.router.endpoints.pages import Page
+from kvroute.router.middleware.entrance import caller_of
 from kvroute.router.serving.models import Served
 
 CONVERSATIONS = "/v1/conversations"
@@ -23,6 +26,15 @@ ITEMS = f"{CONVERSATION}/items"
 ITEM = f"{ITEMS}/{{item_id}}"
 
 routes = APIRouter()
+
+
+async def _reader(
+    request: Request, models: Served, salt: Annotated[str, Query(alias="cache_salt")] = ""
+) -> ItemReader:
+    """Return the reader of the items that the request adds."""
+    sides = [model.feature(RouterResponses) for model in models.all]
+    side = next((side for side in sides if side.conversations is not None), sides[0])
+    return side.reader(caller_of(request), salt)
 
 
 async def _objects(models: Served) -> ConversationObjects:
@@ -41,14 +53,17 @@ async def _objects(models: Served) -> ConversationObjects:
 
 
 Objects = Annotated[ConversationObjects, Depends(_objects)]
+Reader = Annotated[ItemReader, Depends(_reader)]
 
 
 @routes.post(CONVERSATIONS)
 async def create_conversation(
-    request: Request, objects: Objects, salt: Salt, bodies: BodyReader
+    request: Request, objects: Objects, salt: Salt, bodies: BodyReader, reader: Reader
 ) -> Response:
     """Create a conversation, which responses read and extend."""
-    return JSONResponse(await objects.create(await bodies.parsed(ConversationBody, request), salt))
+    body = await bodies.parsed(ConversationBody, request)
+    items = await reader.storable(body.items)
+    return JSONResponse(await objects.create(items, body.metadata, salt))
 
 
 @routes.get(CONVERSATION)
@@ -75,11 +90,16 @@ async def delete_conversation(conversation_id: str, objects: Objects, salt: Salt
 
 @routes.post(ITEMS)
 async def add_items(
-    conversation_id: str, request: Request, objects: Objects, salt: Salt, bodies: BodyReader
+    conversation_id: str,
+    request: Request,
+    objects: Objects,
+    salt: Salt,
+    bodies: BodyReader,
+    reader: Reader,
 ) -> Response:
     """Add items at the end of a conversation."""
     body = await bodies.parsed(ItemsBody, request)
-    added = await objects.add(conversation_id, body, salt)
+    added = await objects.add(conversation_id, await reader.storable(body.items), salt)
     return JSONResponse(Page[dict[str, Any]](added, has_more=False).as_object(added))
 
 

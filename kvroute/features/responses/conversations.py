@@ -13,13 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from kvroute.features.responses import LOCKED
-from kvroute.features.responses.conversation_bodies import ConversationBody, ItemsBody
 from kvroute.features.responses.response_items import with_parts
 from kvroute.features.responses.stores.conversation_store import (
     ConversationStore,
     Found,
     StoredConversation,
 )
+from kvroute.features.responses.stores.item_places import ItemPlaces
 from kvroute.features.responses.stores.response_store import joined
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES, values_in
 from kvroute.router.api.errors import ApiError, needing_redis, shown
@@ -46,19 +46,22 @@ class ConversationObjects:
     created with. They raise an ApiError if the conversation is unknown, or if Redis cannot be used.
     """
 
-    def __init__(self, store: ConversationStore) -> None:
-        self._store = store
+    def __init__(self, store: ConversationStore, places: ItemPlaces) -> None:
+        self.store = store
+        self.places = places
 
-    async def create(self, body: ConversationBody, salt: str) -> dict[str, Any]:
+    async def create(
+        self, items: Sequence[dict[str, Any]], metadata: dict[str, str], salt: str
+    ) -> dict[str, Any]:
         """Store a new conversation, and return it."""
         id_ = f"{PREFIX}{secrets.token_hex(ID_BYTES)}"
-        items = body.encoded()
         conversation = StoredConversation(
-            int(time.time()), body.metadata, _ids(body.items, ()), values_in(body.items)
+            int(time.time()), metadata, _ids(items, ()), values_in(items)
         )
         with needing_redis():
-            if await self._store.put(id_, salt, conversation, items) == "too_large":
+            if await self.store.put(id_, salt, conversation, encode(items)) == "too_large":
                 raise _too_large(id_)
+        await self._place(id_, conversation.ids, salt)
         return _as_object(id_, conversation)
 
     async def get(self, id_: str, salt: str) -> dict[str, Any]:
@@ -76,13 +79,34 @@ class ConversationObjects:
     async def delete(self, id_: str, salt: str) -> None:
         """Delete a conversation."""
         with needing_redis():
-            if not await self._store.delete(id_, salt):
+            if not await self.store.delete(id_, salt):
                 raise _unknown(id_)
 
-    async def add(self, id_: str, body: ItemsBody, salt: str) -> list[dict[str, Any]]:
-        """Add items at the end of a conversation, and return them as the API lists them."""
-        changed = await self.append(id_, salt, body.items, body.encoded(), is_limited=True)
-        return _listed(body.items, changed.ids[len(changed.ids) - len(body.items) :])
+    async def add(
+        self, id_: str, items: Sequence[dict[str, Any]], salt: str
+    ) -> list[dict[str, Any]]:
+        """Add items at the end of a conversation, and return them as the API lists them.
+
+        An item that the conversation has is not added again, and returned as it is there.
+        """
+        results = list[dict[str, Any]]()
+
+        def change(found: Found) -> tuple[StoredConversation, bytes]:
+            nonlocal results
+            known = dict(zip(found.conversation.ids, _objects.decode(found.items), strict=True))
+            new = [item for item in items if item.get("id") not in known]
+            changed, encoded = _extended(found, new, encode(new))
+            if len(changed.ids) > MAX_ITEMS["input"] or changed.values > MAX_VALUES:
+                raise _too_large(id_)
+            new_ids = iter(changed.ids[len(known) :])
+            ids = [item["id"] if item.get("id") in known else next(new_ids) for item in items]
+            shown = [known.get(name, item) for name, item in zip(ids, items, strict=True)]
+            results = _listed(shown, ids)
+            return changed, encoded
+
+        await self._changed(id_, salt, change)
+        await self._place(id_, [item["id"] for item in results], salt)
+        return results
 
     async def append(
         self,
@@ -90,25 +114,19 @@ class ConversationObjects:
         salt: str,
         items: Sequence[Mapping[str, Any]],
         encoded: bytes | msgspec.Raw,
-        *,
-        is_limited: bool = False,
-    ) -> StoredConversation:
-        """Add items at the end of a conversation.
+    ) -> None:
+        """Add the items of a response at the end of a conversation.
 
         Args:
             encoded: the items as a JSON array.
-            is_limited: raise an ApiError if a response could not have so many items as its input.
         """
+        changed = await self._changed(id_, salt, lambda found: _extended(found, items, encoded))
+        await self._place(id_, changed.ids[len(changed.ids) - len(items) :], salt)
 
-        def change(found: Found) -> tuple[StoredConversation, bytes]:
-            old = found.conversation
-            ids = (*old.ids, *_ids(items, old.ids))
-            values = old.values + values_in(items)
-            if is_limited and (len(ids) > MAX_ITEMS["input"] or values > MAX_VALUES):
-                raise _too_large(id_)
-            return replace(old, ids=ids, values=values), joined([found.items, encoded])
-
-        return await self._changed(id_, salt, change)
+    async def _place(self, id_: str, item_ids: Sequence[str], salt: str) -> None:
+        """Let the items of a conversation be found by their ids."""
+        with needing_redis():
+            await self.places.put("conversation", id_, item_ids, salt)
 
     async def items(self, id_: str, salt: str) -> list[dict[str, Any]]:
         """Return all items of a conversation as the API lists them, the oldest first."""
@@ -138,7 +156,7 @@ class ConversationObjects:
     async def found(self, id_: str, salt: str) -> Found:
         """Return a conversation with its items."""
         with needing_redis():
-            found = await self._store.get(id_, salt)
+            found = await self.store.get(id_, salt)
         if found is None:
             raise _unknown(id_)
         return found
@@ -150,7 +168,7 @@ class ConversationObjects:
             conversation, items = change(found)
             conversation = replace(conversation, changes=found.conversation.changes + 1)
             with needing_redis():
-                outcome = await self._store.put(id_, salt, conversation, items, replaced=found)
+                outcome = await self.store.put(id_, salt, conversation, items, replaced=found)
             if outcome == "stored":
                 return conversation
             if outcome == "too_large":
@@ -161,6 +179,15 @@ class ConversationObjects:
             "again",
             code=LOCKED,
         )
+
+
+def _extended(
+    found: Found, items: Sequence[Mapping[str, Any]], encoded: bytes | msgspec.Raw
+) -> tuple[StoredConversation, bytes]:
+    """Return a conversation and its items with more items at the end."""
+    old = found.conversation
+    ids, values = (*old.ids, *_ids(items, old.ids)), old.values + values_in(items)
+    return replace(old, ids=ids, values=values), joined([found.items, encoded])
 
 
 def _as_object(id_: str, conversation: StoredConversation) -> dict[str, Any]:

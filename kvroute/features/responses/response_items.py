@@ -44,7 +44,8 @@ def last_response(data: bytes) -> Members | None:
 def as_input(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the output items of a response as input items of the next response.
 
-    Log-probabilities and empty messages are left out, since vLLM cannot read them.
+    What vLLM cannot read is left out: log-probabilities, empty messages, and the encrypted copy of
+    reasoning.
     """
     return [_input_item(item) for item in output if not _is_empty_message(item)]
 
@@ -66,6 +67,8 @@ def _is_empty_message(item: Mapping[str, Any]) -> bool:
 
 def _input_item(item: Mapping[str, Any]) -> dict[str, Any]:
     content = item.get("content")
+    if item.get("type") == "reasoning":
+        return {name: value for name, value in item.items() if name != "encrypted_content"}
     if item.get("type") != "message" or not isinstance(content, list):
         return dict(item)
     return {**item, "content": [_without_logprobs(part) for part in content]}
@@ -83,9 +86,18 @@ def listed(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]
     Each item has an id, a type, and its content as a list of parts.
     """
     return [
-        with_parts({"id": f"msg_{response_id}_{number}", "type": "message", **item})
+        with_parts({"id": listed_id(response_id, number), "type": "message", **item})
         for number, item in enumerate(items)
     ]
+
+
+def listed_id(response_id: str, number: int) -> str:
+    """Return the id that clients see for an item of a response's input that has none.
+
+    Args:
+        number: the item's index in the conversation.
+    """
+    return f"msg_{response_id}_{number}"
 
 
 def with_parts(item: dict[str, Any]) -> dict[str, Any]:

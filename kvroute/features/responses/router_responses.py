@@ -1,11 +1,14 @@
 """The stored responses of one model in one router: what the core calls."""
 
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fastapi import Request, Response
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from kvroute.features.expanded import Expanded
+from kvroute.features.gate import Caller
 from kvroute.features.responses import PREVIOUS_NOT_FOUND
 from kvroute.features.responses.background.background_answers import begin
 from kvroute.features.responses.background.own_request import IS_BACKGROUND
@@ -17,33 +20,53 @@ from kvroute.features.responses.continuing import (
     without_store,
 )
 from kvroute.features.responses.conversations import ConversationObjects
+from kvroute.features.responses.items.compaction import (
+    COMPACT,
+    Compacting,
+    for_compact,
+    has_summary,
+    shortened,
+    summarizing,
+    without_trigger,
+)
+from kvroute.features.responses.items.encrypting import Encrypting, wants_encrypted
+from kvroute.features.responses.items.input_items import input_items, with_input
+from kvroute.features.responses.items.reading import ItemReader
 from kvroute.features.responses.response_options import ResponseOptions
 from kvroute.features.responses.stores.background_store import BackgroundStore
 from kvroute.features.responses.stores.conversation_store import ConversationStore
+from kvroute.features.responses.stores.item_places import ItemPlaces
 from kvroute.features.responses.stores.response_store import Responses
+from kvroute.features.responses.storing import ResponseEdit
 from kvroute.features.router_feature import RouterFeature
 from kvroute.process.exposition import Readings
 from kvroute.router.api.calls import RESPONSES, Call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.parsing import json_object
 
 if TYPE_CHECKING:
     from kvroute.router.serving.router_base import RouterBase
+
+Finish = Callable[[Response], Awaitable[Response]]
 
 
 class RouterResponses(RouterFeature):
     """The stored responses and conversations of one model."""
 
     name = "responses"
-    extends = (RESPONSES,)
+    extends = (RESPONSES, COMPACT)
 
     def __init__(self, base: "RouterBase") -> None:
         self.conversations: Conversations | None = None  # None: this server does not store them
         self.unfinished: Unfinished | None = None
+        self._secret = base.settings.redis_url  # see Cipher
         options = base.settings.of(self.name, ResponseOptions)
         if options.response_store_mb:
             self._responses = Responses.opened(base, options, base.redis, base.model)
             store = ConversationStore.opened(base, options, base.redis)
-            self.conversations = Conversations(self._responses, ConversationObjects(store))
+            places = ItemPlaces.opened(base, options, base.redis)
+            objects = ConversationObjects(store, places)
+            self.conversations = Conversations(self._responses, objects)
             background = BackgroundStore.opened(base, options, base.redis)
             self.unfinished = Unfinished(background, self.conversations)
 
@@ -68,12 +91,38 @@ class RouterResponses(RouterFeature):
             lambda: self._responses.bytes,
         )
 
+    def reader(self, caller: Caller, cache_salt: str | None) -> ItemReader:
+        """Return the reader of the items of a caller's requests with this `cache_salt`."""
+        references = self.conversations.references if self.conversations else None
+        return ItemReader(caller, cache_salt, self._secret, references)
+
     async def answer(self, call: Call, request: Request) -> Response | None:
         if not call.body.get(BACKGROUND) or request.scope.get(IS_BACKGROUND):
             return None
         return await begin(call, request)
 
     async def expand(self, call: Call) -> Expanded:
+        reader = self.reader(call.caller, call.body.get("cache_salt"))
+        is_window, compacts = call.path == COMPACT, call.path == COMPACT
+        if is_window or reader.must_read(call):
+            items, is_triggered = without_trigger(await reader.read(input_items(call)))
+            compacts = is_window or is_triggered
+            call = for_compact(call, items) if is_window else with_input(call, items)
+        expanded = await self._continued(call)
+        call, edits = expanded.call, list[ResponseEdit]()
+        if compacts or has_summary(call):
+            window = input_items(replace(call, body=json_object(call.raw)))
+            items = shortened(window, reader.cipher)
+            call = summarizing(call, items) if compacts else with_input(call, items)
+            if compacts:
+                edits.append(Compacting(reader.cipher, window if is_window else None))
+        if wants_encrypted(call):
+            edits.append(Encrypting(reader.cipher))
+        finish = _after(edits, expanded.finish) if edits else expanded.finish
+        return replace(expanded, call=call, finish=finish)
+
+    async def _continued(self, call: Call) -> Expanded:
+        """Return a call with the conversation before it, and with the storing of its response."""
         if self.conversations is not None:
             try:
                 return await self.conversations.expand(call)
@@ -86,3 +135,14 @@ class RouterResponses(RouterFeature):
             if (id_ := call.body.get(name)) is not None:
                 raise without_store(name, id_, "send the complete conversation as input")
         return Expanded(call)
+
+
+def _after(edits: Sequence[ResponseEdit], finish: Finish | None) -> Finish:
+    """Return a function that edits a response, and then finishes it."""
+
+    async def finished(response: Response) -> Response:
+        for edit in edits:
+            response = await edit.finish(response)
+        return await finish(response) if finish else response
+
+    return finished

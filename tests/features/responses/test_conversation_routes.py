@@ -37,6 +37,7 @@ from tests.features.responses.stored_conversations import (
 )
 from tests.support.workloads import user
 
+TEXT = {"type": "output_text", "text": "a"}
 ANSWER = {
     "id": "msg_1",
     "type": "message",
@@ -262,7 +263,20 @@ async def test_a_wrong_conversation_is_named(
 @pytest.mark.parametrize(
     ("items", "said"),
     [
-        ([{"role": "user"}], "item 0 is not a message such as"),
+        ([{"role": "user"}], "items[0] is a message whose content is null"),
+        ([{"role": "robot", "content": "a"}], 'role is "robot"; expected one of user, assistant'),
+        ([user("a")[0], {"role": "assistant", "content": ""}], "items[1] is an assistant message"),
+        ([{"role": "assistant", "content": []}], "assistant message without text"),
+        ([{"role": "assistant", "content": [TEXT | {"text": ""}]}], "assistant message without"),
+        ([{"role": "user", "content": [{"type": "sound"}]}], "whose part content[0] is"),
+        ([{"role": "user", "content": [TEXT, {"type": []}]}], "whose part content[1] is"),
+        ([{"type": "web_search_call", "id": "ws_1"}], 'type "web_search_call", which models'),
+        ([{"type": "function_call", "call_id": "1", "arguments": "{}"}], "whose name is null"),
+        ([{"type": "function_call_output", "call_id": "1"}], "whose output is null"),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA"}], "leave it out"),
+        ([{"type": "compaction", "encrypted_content": "gAAAAA"}], "has not made for you"),
+        ([{"type": "compaction_trigger"}], 'has the type "compaction_trigger"'),
+        ([{"type": "item_reference", "id": 5}], "the id of item 0"),
         ([{"role": "user", "content": "a"}, {"type": 5}], "the type of item 1 is 5"),
         ([{"role": "user", "content": "a", "id": ""}], "the id of item 0"),
         ([{"role": "user", "content": "a"}] * 21, "at most 20 items"),
@@ -278,6 +292,25 @@ async def test_a_wrong_item_is_named(empty_redis: Redis, items: Any, said: str) 
             with pytest.raises(openai.BadRequestError) as refused:
                 await attempt(items=[], extra_body={"items": items})  # not converted
             assert said in refused.value.body["message"]  # type: ignore[index]
+
+
+async def test_an_item_that_is_sent_again_with_its_id_is_not_doubled(empty_redis: Redis) -> None:
+    model = model_of(empty_redis)
+    async with client_of(model) as client:
+        given: Any = [{"id": "msg_own", **user("Hi")[0]}, user("And?")[0]]
+        id_ = (await client.conversations.create(items=given[:1])).id
+        added = (await client.conversations.items.create(id_, items=given)).data
+        assert (added[0].id, texts(added)) == ("msg_own", ["Hi", "And?"])
+        history = json.loads((await expanded(model, input="So?", conversation=id_)).call.raw)
+        assert [item["content"] for item in history["input"]] == ["Hi", "And?", "So?"]
+        # A client that keeps the history sends all of it again.
+        listed = await client.conversations.items.list(id_, order="asc")
+        again = [item.to_dict() for item in listed.data]
+        turn = await expanded(model, input=[*again, *user("So?")], conversation=id_)
+        assert json.loads(turn.call.raw) == history
+        await answer(turn)
+        found = (await client.conversations.items.list(id_, order="asc")).data
+        assert texts(found) == ["Hi", "And?", "So?", "Ho"]
 
 
 async def test_metadata_has_openais_limits(empty_redis: Redis) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from kvroute.features.responses import StoredResponses
+from kvroute.features.responses.items.compaction import COMPACT
 from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.middleware.caller_check import roles_for
@@ -14,7 +15,7 @@ BODY = b'{"model": "m", "input": "Hi", "messages": [], "background": true}'
 
 def test_a_key_with_the_role_use_can_use_all_routes() -> None:
     each = list(routes(StoredResponses().routes()))
-    assert len(each) == 12
+    assert len(each) == 13
     assert {roles_for(method, path) for method, path in each} == {("use",)}
 
 
@@ -26,7 +27,7 @@ def test_only_responses_can_run_in_the_background() -> None:
 
 def test_only_calls_of_responses_are_extended_and_run_if_responses_are_stored() -> None:
     prompts = builtin_prompts()
-    assert list(fake_parts(prompts).extending) == [RESPONSES]
+    assert list(fake_parts(prompts).extending) == [RESPONSES, COMPACT]
     prompts.close()
     assert StoredResponses().service(fake_base()) is None
     service = StoredResponses().service(fake_base(features=FEATURES_ON))

@@ -19,6 +19,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
 from kvroute.features.responses import RESPONSE
 from kvroute.features.responses.stores.leased_scripts import READ
 from kvroute.features.responses.stores.leased_values import (
+    FIRST,
     KEY_BYTES,
     SECOND,
     LeasedStore,
@@ -105,6 +106,20 @@ class Responses(LeasedStore):
         except DECODE_ERRORS as error:
             self.unreadable.add(RESPONSE, id, error)
             return []
+
+    @with_timeout
+    async def turn(self, id: str, salt: str) -> StoredTurn | None:  # noqa: A002
+        """Return the turn of one response; None if it is missing, expired or unreadable.
+
+        Its lease is extended.
+        """
+        if not (value := await self.part(key(id, salt), FIRST)):
+            return None
+        try:
+            return (await unpacked(_unpack_turns, [value], self.max_bytes))[0]
+        except (*DECODE_ERRORS, TooLongError) as error:
+            self.unreadable.add(RESPONSE, id, error)
+            return None
 
     @with_timeout
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
