@@ -70,8 +70,10 @@ class RouterFeature(PlacingFeature):
         """
         return nullcontext(call)
 
-    async def answer(self, call: "Call", request: "Request") -> "Response | None":
-        """Return the response to a call that it answers itself; None: replicas answer it.
+    async def answer(self, call: "Call", request: "Request") -> "Response | Call | None":
+        """Return the response to a call that it answers itself, or None: replicas answer it.
+
+        The result can also be another call, which replicas answer instead.
 
         Raises:
             ApiError: the call cannot be answered.

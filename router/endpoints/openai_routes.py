@@ -78,6 +78,7 @@ class AnsweredRoute:
         try:
             # The stack keeps what features use until the request has ended.
             with at_gate(request) as entry, ExitStack() as request.state.kept:
+                request.state.entry = entry
                 try:
                     with counting_refusals(request):
                         response = await self.respond(request, entry, signs)
@@ -236,8 +237,10 @@ async def answer(
     call = model.with_data(replace(call, variant=variant), request.state.kept)
     side = model.extending.get(call.path)
     if side and (answered := await side.answer(call, request)):
-        answered.headers.update(headers)
-        return answered
+        if isinstance(answered, Response):
+            answered.headers.update(headers)
+            return answered
+        call = answered
     max_wait_s = model.settings.max_wait_s
     urgency = urgency_of(request.headers, call.body, call.caller, max_wait_s=max_wait_s)
     context = RequestContext(

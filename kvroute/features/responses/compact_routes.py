@@ -8,12 +8,12 @@ from kvroute.features.gate import Entry
 from kvroute.features.responses.items.compaction import COMPACT
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import parse_call
-from kvroute.router.endpoints.openai_routes import Answers, answer
+from kvroute.router.endpoints.openai_routes import AnsweredRoute, answer
 from kvroute.router.endpoints.signs_of_life import SignsOfLife
 from kvroute.router.middleware.request_id import request_id
 
 
-class CompactAnswers(Answers):
+class CompactAnswers(AnsweredRoute):
     """The route. Its response is no stream, whatever the body says."""
 
     async def respond(self, request: Request, entry: Entry, signs: SignsOfLife) -> Response:

@@ -17,7 +17,7 @@ from kvroute.features.responses.router_responses import RouterResponses
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import ApiError
 from kvroute.router.endpoints.pages import Page
-from kvroute.router.middleware.entrance import caller_of
+from kvroute.router.middleware.caller_check import caller_of
 from kvroute.router.serving.models import Served
 
 CONVERSATIONS = "/v1/conversations"

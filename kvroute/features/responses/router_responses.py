@@ -29,8 +29,15 @@ from kvroute.features.responses.items.compaction import (
     summarizing,
     without_trigger,
 )
+from kvroute.features.responses.items.context_management import (
+    COMPACTED,
+    FIELD,
+    Leading,
+    compacted,
+    threshold_of,
+)
 from kvroute.features.responses.items.encrypting import Encrypting, wants_encrypted
-from kvroute.features.responses.items.input_items import input_items, with_input
+from kvroute.features.responses.items.input_items import InputItem, input_items, with_input
 from kvroute.features.responses.items.reading import ItemReader
 from kvroute.features.responses.response_options import ResponseOptions
 from kvroute.features.responses.stores.background_store import BackgroundStore
@@ -45,6 +52,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import json_object
 
 if TYPE_CHECKING:
+    from kvroute.router.serving.assembly import Parts
     from kvroute.router.serving.router_base import RouterBase
 
 Finish = Callable[[Response], Awaitable[Response]]
@@ -54,7 +62,7 @@ class RouterResponses(RouterFeature):
     """The stored responses and conversations of one model."""
 
     name = "responses"
-    extends = (RESPONSES, COMPACT)
+    extends = (RESPONSES, COMPACT, COMPACTED)
 
     def __init__(self, base: "RouterBase") -> None:
         self.conversations: Conversations | None = None  # None: this server does not store them
@@ -96,30 +104,39 @@ class RouterResponses(RouterFeature):
         references = self.conversations.references if self.conversations else None
         return ItemReader(caller, cache_salt, self._secret, references)
 
-    async def answer(self, call: Call, request: Request) -> Response | None:
-        if not call.body.get(BACKGROUND) or request.scope.get(IS_BACKGROUND):
+    def attach(self, parts: "Parts") -> None:
+        self._max_model_len = parts.max_model_len
+
+    async def answer(self, call: Call, request: Request) -> Response | Call | None:
+        if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
+            return await begin(call, request)
+        if call.path != RESPONSES or call.body.get(FIELD) is None:
             return None
-        return await begin(call, request)
+        threshold = threshold_of(call.body, self._max_model_len())
+        return None if threshold is None else await compacted(call, request, threshold)
 
     async def expand(self, call: Call) -> Expanded:
         reader = self.reader(call.caller, call.body.get("cache_salt"))
-        is_window, compacts = call.path == COMPACT, call.path == COMPACT
-        if is_window or reader.must_read(call):
+        is_window, compacts, made = call.path == COMPACT, call.path == COMPACT, list[InputItem]()
+        if call.path != RESPONSES or reader.must_read(call):
             items, is_triggered = without_trigger(await reader.read(input_items(call)))
             compacts = is_window or is_triggered
+            if call.path == COMPACTED:
+                items, made = items[:-1], [items[-1]]
             call = for_compact(call, items) if is_window else with_input(call, items)
-        expanded = await self._continued(call)
+        expanded = await self._continued(replace(call, path=RESPONSES))
         call, edits = expanded.call, list[ResponseEdit]()
-        if compacts or has_summary(call):
-            window = input_items(replace(call, body=json_object(call.raw)))
+        if compacts or made or has_summary(call):
+            window = [*input_items(replace(call, body=json_object(call.raw))), *made]
             items = shortened(window, reader.cipher)
             call = summarizing(call, items) if compacts else with_input(call, items)
-            if compacts:
-                edits.append(Compacting(reader.cipher, window if is_window else None))
+        if compacts:
+            edits.append(Compacting(reader.cipher, window if is_window else None))
+        edits += (Leading(item.value) for item in made)
         if wants_encrypted(call):
             edits.append(Encrypting(reader.cipher))
-        finish = _after(edits, expanded.finish) if edits else expanded.finish
-        return replace(expanded, call=call, finish=finish)
+        finish = None if is_window else expanded.finish  # what the route answers is not stored
+        return replace(expanded, call=call, finish=_after(edits, finish) if edits else finish)
 
     async def _continued(self, call: Call) -> Expanded:
         """Return a call with the conversation before it, and with the storing of its response."""

@@ -270,7 +270,7 @@ async def test_a_wrong_conversation_is_named(
         ([{"role": "assistant", "content": [TEXT | {"text": ""}]}], "assistant message without"),
         ([{"role": "user", "content": [{"type": "sound"}]}], "whose part content[0] is"),
         ([{"role": "user", "content": [TEXT, {"type": []}]}], "whose part content[1] is"),
-        ([{"type": "web_search_call", "id": "ws_1"}], 'type "web_search_call", which models'),
+        ([{"type": "thought", "text": "Hm."}], 'has the type "thought", which models'),
         ([{"type": "function_call", "call_id": "1", "arguments": "{}"}], "whose name is null"),
         ([{"type": "function_call_output", "call_id": "1"}], "whose output is null"),
         ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAAA"}], "leave it out"),

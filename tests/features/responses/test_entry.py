@@ -4,6 +4,7 @@ import pytest
 
 from kvroute.features.responses import StoredResponses
 from kvroute.features.responses.items.compaction import COMPACT
+from kvroute.features.responses.items.context_management import COMPACTED
 from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.middleware.caller_check import roles_for
@@ -27,7 +28,7 @@ def test_only_responses_can_run_in_the_background() -> None:
 
 def test_only_calls_of_responses_are_extended_and_run_if_responses_are_stored() -> None:
     prompts = builtin_prompts()
-    assert list(fake_parts(prompts).extending) == [RESPONSES, COMPACT]
+    assert list(fake_parts(prompts).extending) == [RESPONSES, COMPACT, COMPACTED]
     prompts.close()
     assert StoredResponses().service(fake_base()) is None
     service = StoredResponses().service(fake_base(features=FEATURES_ON))

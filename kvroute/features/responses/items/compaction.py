@@ -6,7 +6,8 @@ sends this item in later turns. The router then gives the model the summary as a
 """
 
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -35,8 +36,8 @@ OPENING = "The conversation before this message was replaced by your summary of 
 # Fields of a body that are not for the generation of a summary.
 NOT_FOR_SUMMARIES = ("text", "structured_outputs", "include", "stop", "max_tool_calls")
 # Fields of a body that are not for COMPACT.
-NOT_FOR_COMPACT = ("stream", "background", "conversation", "context_management", "stream_options")
-COMPACTED = ("id", "created_at", "usage")  # members of a response that one of COMPACT has, too
+NOT_FOR_COMPACT = ("stream", "stream_options", "background", "store", "context_management")
+COPIED = ("id", "created_at", "usage")  # members of a response that one of COMPACT has, too
 # First lines of events that a client gets before a summary, and of those after it.
 BEFORE = (b"event: response.created\n", b"event: response.queued\n")
 BEGINS = b"event: response.in_progress\n"
@@ -44,6 +45,7 @@ ENDS = (b"event: response.completed\n", b"event: response.incomplete\n")
 FAILURES = (b"event: response.failed\n", b"event: error\n")
 COMMENT = b": compacting"  # replaces the events of the summary; clients ignore it
 NUMBER = "sequence_number"
+END = b"\n\n"  # the end of an event
 
 
 def without_trigger(items: Sequence[InputItem]) -> tuple[Sequence[InputItem], bool]:
@@ -66,7 +68,7 @@ def without_trigger(items: Sequence[InputItem]) -> tuple[Sequence[InputItem], bo
 
 def for_compact(call: Call, items: Sequence[InputItem]) -> Call:
     """Return the call of /v1/responses that answers a call of COMPACT."""
-    changed = with_input(call, items, **dict.fromkeys(NOT_FOR_COMPACT), store=False)
+    changed = with_input(call, items, **dict.fromkeys(NOT_FOR_COMPACT) | {"store": False})
     return msgspec.structs.replace(changed, path=RESPONSES)
 
 
@@ -121,7 +123,52 @@ def _is_kept(item: Any) -> bool:
     return is_message and item.get("role") in KEPT_ROLES
 
 
-class Compacting(ResponseEdit):
+class NumberedEvents(ResponseEdit):
+    """An edit that adds events to a stream, and so numbers all of them again."""
+
+    def __init__(self) -> None:
+        self._number = 0  # the sequence number of the next event
+        self._has_begun = False  # whether the client has the events of `begin`
+
+    @abstractmethod
+    async def instead(self, event: bytes) -> list[bytes]:
+        """Return the events that the client gets instead of one event of a replica."""
+
+    @abstractmethod
+    def begin(self) -> Iterator[bytes]:
+        """Yield the events that the client gets before those of the output."""
+
+    async def events(self, data: bytes) -> bytes:
+        *whole, rest = data.split(END)
+        return (
+            b"".join([event + END for each in whole for event in await self._made_of(each)]) + rest
+        )
+
+    async def _made_of(self, event: bytes) -> list[bytes]:
+        if event.startswith((*BEFORE, *FAILURES)):
+            return [self.numbered(event)]
+        if event.startswith(BEGINS):
+            return [self.numbered(event), *self._beginning()]
+        return [*self._beginning(), *await self.instead(event)]
+
+    def _beginning(self) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self.begin()
+
+    def made(self, kind: str, **more: Any) -> bytes:
+        """Return a new event, with the next number."""
+        head = f"event: {kind}\n".encode()
+        return self.numbered(head + DATA + encode({"type": kind, **more}))
+
+    def numbered(self, event: bytes) -> bytes:
+        """Return an event with the next number."""
+        head, mark, body = event.partition(DATA)
+        number, self._number = self._number, self._number + 1
+        return head + mark + encode({**members(body), NUMBER: number})
+
+
+class Compacting(NumberedEvents):
     """Makes the item with the summary from the answer to a call of `summarizing`.
 
     Args:
@@ -131,11 +178,10 @@ class Compacting(ResponseEdit):
     """
 
     def __init__(self, cipher: Cipher, window: Sequence[InputItem] | None = None) -> None:
+        super().__init__()
         self._cipher = cipher
         self._window = window
         self._id = f"cmp_{secrets.token_hex(24)}"
-        self._number = 0  # the sequence number of the next event
-        self._has_begun = False  # whether the client knows that there is a new item
 
     async def whole(self, response: Members) -> Members:
         summary = _text(msgspec.json.decode(response["output"], type=list[dict[str, Any]]))
@@ -144,50 +190,25 @@ class Compacting(ResponseEdit):
             return {**response, "output": msgspec.Raw(encode([item]))}
         output = [*_kept(self._window), item]
         changed = {"object": "response.compaction", "output": output}
-        kept = Members((name, response[name]) for name in COMPACTED if name in response)
+        kept = Members((name, response[name]) for name in COPIED if name in response)
         return kept | {name: msgspec.Raw(encode(value)) for name, value in changed.items()}
 
-    async def events(self, data: bytes) -> bytes:
-        *whole, rest = data.split(b"\n\n")
-        made = [each for event in whole for each in await self._instead(event)]
-        return b"".join(event + b"\n\n" for event in made) + rest
+    async def instead(self, event: bytes) -> list[bytes]:
+        if not event.startswith(ENDS):
+            return [COMMENT if event.startswith(b"event: ") else event]
+        head, mark, body = event.partition(DATA)
+        told = members(body)
+        response = await self.whole(members(told[OBJECT]))
+        item = msgspec.json.decode(response["output"], type=list[msgspec.Raw])[0]
+        done = self.made("response.output_item.done", output_index=0, item=item)
+        return [done, self.numbered(head + mark + encode({**told, OBJECT: response}))]
 
-    async def _instead(self, event: bytes) -> list[bytes]:
-        """Return the events that the client gets instead of one event of a replica."""
-        if event.startswith(BEFORE):
-            return [self._numbered(event)]
-        if event.startswith(BEGINS):
-            return [self._numbered(event), *self._begin()]
-        if event.startswith(ENDS):
-            head, _, body = event.partition(DATA)
-            told = members(body)
-            response = await self.whole(members(told[OBJECT]))
-            item = msgspec.json.decode(response["output"], type=list[msgspec.Raw])[0]
-            done = self._made("response.output_item.done", output_index=0, item=item)
-            ended = head + DATA + encode({**told, OBJECT: response})
-            return [*self._begin(), done, self._numbered(ended)]
-        if event.startswith(FAILURES):
-            return [self._numbered(event)]
-        return [COMMENT if event.startswith(b"event: ") else event]
-
-    def _begin(self) -> Iterable[bytes]:
-        if self._has_begun:
-            return
-        self._has_begun = True
-        yield self._made("response.output_item.added", output_index=0, item=self._item(""))
-        yield self._made("response.compaction.compacting", output_index=0, item_id=self._id)
+    def begin(self) -> Iterator[bytes]:
+        yield self.made("response.output_item.added", output_index=0, item=self._item(""))
+        yield self.made("response.compaction.compacting", output_index=0, item_id=self._id)
 
     def _item(self, encrypted: str) -> dict[str, str]:
         return {"id": self._id, "type": COMPACTION, "encrypted_content": encrypted}
-
-    def _made(self, kind: str, **more: Any) -> bytes:
-        head = f"event: {kind}\n".encode()
-        return self._numbered(head + DATA + encode({"type": kind, **more}))
-
-    def _numbered(self, event: bytes) -> bytes:
-        head, mark, body = event.partition(DATA)
-        number, self._number = self._number, self._number + 1
-        return head + mark + encode({**members(body), NUMBER: number})
 
 
 def _text(output: Sequence[dict[str, Any]]) -> str:

@@ -16,6 +16,7 @@ from kvroute.features.responses.stores.leased_values import owner
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import invalid, shown
+from kvroute.router.history.openai_items import HOSTED_ITEM
 
 REFERENCE = "item_reference"
 WITHOUT_STORE = "this server stores no items; start it with --response-store-mb"
@@ -116,7 +117,7 @@ class ItemReader:
 
     def _problem(self, value: dict[str, Any]) -> str:
         """Return why no response can have an item in its input; empty: one can."""
-        kind = value.get("type")
+        kind: str = value.get("type") or "message"
         if is_reference(value):
             return ""
         if is_compaction(value):
@@ -124,8 +125,10 @@ class ItemReader:
             if isinstance(encrypted, str) and self.cipher.decrypt("summary", encrypted) is not None:
                 return ""
             return f"is a {kind} that this server has not made for you; leave it out"
-        if kind in (None, "message"):
+        if kind == "message":
             return _problem_of_message(value)
+        if HOSTED_ITEM.fullmatch(kind):  # left out of the prompt; its text stays
+            return ""
         if kind not in READABLE:
             return (
                 f"has the type {shown(kind)}, which models cannot read; expected message, "
