@@ -38,6 +38,7 @@ from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import urgency_of
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
+from kvroute.router.endpoints import anthropic_models
 from kvroute.router.endpoints.signs_of_life import SignsOfLife, keep_alive_s
 from kvroute.router.history.readable import left_out
 from kvroute.router.middleware.caller_check import (
@@ -163,9 +164,11 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
 
 @routes.get("/v1/models")
 async def list_models(request: Request, models: Served) -> Response:
-    """Return the models and adapters that the client may use."""
+    """Return the models and adapters that the client may use, in the form of its API."""
     caller = caller_of(request)
     cards = [card for model in models.all for card in models.cards(model, caller)]
+    if anthropic_models.VERSION in request.headers:
+        return JSONResponse(anthropic_models.page(cards, request.query_params))
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -176,7 +179,8 @@ async def get_model(name: str, request: Request, models: Served) -> Response:
     model = await models.find(name, caller)
     id_ = name_of(model.variant(name, caller.tenant) or model.name)
     (card,) = (card for card in models.cards(model, caller) if card["id"] == id_)
-    return JSONResponse(card)
+    is_anthropics = anthropic_models.VERSION in request.headers
+    return JSONResponse(anthropic_models.info(card) if is_anthropics else card)
 
 
 def _with_headers(call: Call, request: Request) -> Call:

@@ -119,8 +119,13 @@ def _message(item: Item, where: str) -> Iterator[Item]:
             if kind is not None and kind not in TEXTS:
                 raise unknown_type(f"{where}.content.{index}", kind, TEXTS[:2])
         joined = _joined(content, "output_text")
-        is_read = joined is content
-        yield item if is_read else {**item, "content": [{**joined[0], "annotations": []}]}
+        if joined is content and "type" in item:
+            yield item
+        elif joined is content:  # without a type, vLLM knows only texts and parts of the user's
+            yield {**item, "type": "message"}
+        else:
+            part = {**joined[0], "annotations": []}
+            yield {**item, "type": "message", "content": [part]}
 
 
 def _reasoning(item: Item) -> Item:

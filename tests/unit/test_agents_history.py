@@ -179,7 +179,9 @@ def test_all_texts_of_an_assistants_message_and_of_reasoning_reach_the_model() -
     said = {"type": "message", "id": "m", "role": "assistant", "status": "completed"}
     joined = [{"type": "output_text", "text": "No.\nWell.", "annotations": []}]
     assert items({**said, "content": parts}) == [{**said, "content": joined}]
-    assert items({"role": "assistant", "content": parts})[0]["content"] == joined
+    typed = {"type": "message", "role": "assistant"}
+    assert items({"role": "assistant", "content": parts}) == [{**typed, "content": joined}]
+    assert items({"role": "assistant", "content": parts[1:]}) == [{**typed, "content": parts[1:]}]
     assert items({**said, "content": []}, {"role": "user", "content": "Hi"})[0]["role"] == "user"
     steps = [{"type": "reasoning_text", "text": step} for step in ("one", "two")]
     summary = [{"type": "summary_text", "text": step} for step in ("three", "four")]

@@ -243,6 +243,12 @@ def test_the_changing_first_line_of_claude_code_costs_no_cache(claude: anthropic
     assert (cached_tokens("cc_version=2.1.39.d47; cch=91120;") or 0) > 400
 
 
+def test_models_are_listed_in_the_form_of_anthropics_api(claude: anthropic.Anthropic) -> None:
+    (model,) = claude.models.list()
+    assert model.id == claude.models.retrieve(model.id).id == BUILTIN_MODEL
+    assert model.type == "model"
+
+
 def test_a_stream_counts_the_prompt_as_often_as_the_whole_message(
     claude: anthropic.Anthropic,
 ) -> None:

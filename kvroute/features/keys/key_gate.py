@@ -29,6 +29,9 @@ log = logging.getLogger("kvroute.keys")
 
 POLL_S = 1.0  # seconds between two checks of the file
 
+# Headers with an API key, in the order in which they are tried: those of OpenAI's, Anthropic's and
+# Azure's clients. A proxy may have set one of them for itself.
+KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 FIRST_WAIT_S = 0.05  # delay of an address's first rejection; each further delay is twice as long
 LONGEST_WAIT_S = 2.0  # the longest delay
 FORGOTTEN_S = 60.0  # an address without a wrong key for this long starts again at the first delay
@@ -55,23 +58,28 @@ class KeyGate(Gate):
     # The gate.
 
     async def caller(self, scope: Scope, roles: Sequence[Role]) -> Caller:
-        key = _key_in(scope["headers"])
-        caller = self.keyring.caller(key) if key else None
-        if caller is None:
-            if key:
+        keys = _keys_in(scope["headers"])
+        callers = {name: self.keyring.caller(key) for name, key in keys.items()}
+        known = [(name, caller) for name, caller in callers.items() if caller is not None]
+        if not known:
+            if keys:
                 await self._failures.slow_down(_address(scope))
-            problem = "the API key is unknown or revoked" if key else "there is no API key"
+            problem = "there is no API key"
+            if keys:
+                problem = f"the API key in {' and in '.join(keys)} is unknown or revoked"
             raise ApiError(
                 401,
                 f"{problem}; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        fitting = (each for each in known if not each[1].roles.isdisjoint(roles))
+        name, caller = next(fitting, known[0])
         if caller.roles.isdisjoint(roles):
             raise ApiError(
                 403,
                 f"{scope['method']} {scope['path'][:80]} needs an API key with the role "
-                f"{roles[0]}; this one has {' and '.join(sorted(caller.roles))}",
+                f"{roles[0]}; the one in {name} has {' and '.join(sorted(caller.roles))}",
                 code="insufficient_role",
             )
         return caller
@@ -155,16 +163,16 @@ class Failures:
         return float(min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(count, 16)))
 
 
-def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the API key in the headers; empty if there is none."""
-    for name, value in headers:
-        if name == b"authorization" and value[:7].lower() == b"bearer ":
-            value = value[7:]
-        elif name != b"x-api-key":
-            continue
-        if key := value.strip():
-            return key.decode("latin-1")
-    return ""
+def _keys_in(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return the API keys of a request by their headers, in the order in which they are tried."""
+    found = dict[str, str]()
+    for raw_name, value in headers:
+        name = raw_name.decode("latin-1")
+        if name == "authorization":
+            value = value[7:] if value[:7].lower() == b"bearer " else b""
+        if name in KEY_HEADERS and (key := value.strip()):
+            found.setdefault(name, key.decode("latin-1"))
+    return {name: found[name] for name in KEY_HEADERS if name in found}
 
 
 def _address(scope: Scope) -> str:

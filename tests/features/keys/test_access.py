@@ -63,7 +63,7 @@ async def test_a_key_gives_access_to_the_routes_of_its_role_only(
         if role in needed:
             assert answer.json() == f"t-{role}"
         elif needed:
-            assert f"role {needed[0]}; this one has {role}" in answer.text
+            assert f"role {needed[0]}; the one in authorization has {role}" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,32 @@ async def test_without_a_valid_key_no_route_is_reached(
     assert guarded.refused == [401] * asked
 
 
-@pytest.mark.parametrize("before", [{}, {"authorization": "Bearer "}])
-async def test_the_key_can_be_in_anthropics_header(
-    guarded: Guarded, before: dict[str, str]
+@pytest.mark.parametrize("name", ["x-api-key", "api-key"])
+@pytest.mark.parametrize(
+    "other", ["Bearer ", "Bearer sk-of-a-proxy", "Basic a3Zy", "Bearer observe"]
+)
+async def test_the_key_can_be_in_anthropics_or_azures_header_beside_another_credential(
+    guarded: Guarded, name: str, other: str
 ) -> None:
-    headers = before | {"x-api-key": guarded.keys["use"]}
-    answer = await guarded.client.post("/v1/messages", headers=headers)
-    assert answer.json() == "t-use"
+    own = {name: guarded.keys["use"]}
+    given = {"authorization": other.replace("observe", guarded.keys["observe"])}
+    for headers in (own, own | given, given | own):
+        answer = await guarded.client.post("/v1/messages", headers=headers)
+        assert answer.json() == "t-use"
+
+
+async def test_of_two_valid_keys_the_order_of_names_decides(guarded: Guarded) -> None:
+    first = {"authorization": f"Bearer {guarded.keys['observe']}"}
+    second = {"x-api-key": guarded.keys["manage"]}
+    for headers in (first | second, second | first):
+        answer = await guarded.client.get("/v1/cluster", headers=headers)
+        assert answer.json() == "t-observe"
+
+
+async def test_an_error_names_the_headers_whose_keys_were_read(guarded: Guarded) -> None:
+    headers = {"api-key": "wrong", "authorization": "Bearer wrong"}
+    answer = await guarded.client.get("/v1/models", headers=headers)
+    assert "the API key in authorization and in api-key is unknown" in answer.text
 
 
 async def test_a_key_in_the_query_is_ignored(guarded: Guarded) -> None:
