@@ -97,6 +97,8 @@ class Conversations:
             ApiError: the previous response or the conversation is unknown, or it is too long.
         """
         previous_id, conversation_id = _previous_id(call.body), _conversation_id(call.body)
+        # `new` is the input that the stored response adds to the responses before it.
+        own = new = await input_of(call)
         salt = owner(call.caller, call.body.get("cache_salt"))
         is_stored = call.body.get("store", True) in (True, None)
         keepers, continued = list[Keep](), Members()
@@ -106,15 +108,16 @@ class Conversations:
             continued[BACKGROUND] = msgspec.Raw(b"true")
         if previous_id is not None:
             turns = await self._previous_turns(previous_id, salt)
-            call = _without_known(call, lambda: _ids_in(turns, previous_id))
-            own = new = await input_of(call)
+            if (left := _without_known(call, lambda: _ids_in(turns, previous_id))) is not call:
+                call, own = left, await input_of(left)
+            new = own
             call = self._with_turns(call, own, turns)
             continued[PREVIOUS] = msgspec.Raw(encode(previous_id))
         elif conversation_id is not None:
             found = await self.objects.found(conversation_id, salt)
             before = found.conversation
-            call = _without_known(call, lambda: before.ids)
-            own = await input_of(call)
+            if (left := _without_known(call, lambda: before.ids)) is not call:
+                call, own = left, await input_of(left)
             turn = StoredTurn(msgspec.Raw(found.items), 0, len(before.ids), before.values)
             call = self._with_turns(call, own, [turn])
             new = Input(
@@ -122,9 +125,6 @@ class Conversations:
             )
             continued[CONVERSATION] = msgspec.Raw(encode({"id": conversation_id}))
             keepers.append(partial(self._keep, partial(self._append, own, conversation_id, salt)))
-        else:
-            own = new = await input_of(call)
-        # `new` is the input that the stored response adds to the responses before it.
         if is_stored:
             keepers.append(partial(self._keep, partial(self._put, new, previous_id, salt)))
         storing = Storing(continued, keepers) if continued or keepers else None

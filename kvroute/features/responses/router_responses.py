@@ -127,7 +127,9 @@ class RouterResponses(RouterFeature):
         expanded = await self._continued(replace(call, path=RESPONSES))
         call, edits = expanded.call, list[ResponseEdit]()
         if compacts or made or has_summary(call):
-            window = [*input_items(replace(call, body=json_object(call.raw))), *made]
+            has_all = not expanded.has_more_messages  # whether `body` has all of the input
+            whole = call if has_all else replace(call, body=json_object(call.raw))
+            window = [*input_items(whole), *made]
             items = shortened(window, reader.cipher)
             call = summarizing(call, items) if compacts else with_input(call, items)
         if compacts:
