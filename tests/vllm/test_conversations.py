@@ -282,3 +282,47 @@ def test_a_background_response_is_checked_before_it_runs(client: OpenAI) -> None
     with pytest.raises(openai.BadRequestError) as refused:
         whole(client, input=NAME, background=True, previous_response_id="resp_none")
     assert refused.value.code == "previous_response_not_found"
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_a_client_that_keeps_the_history_sends_items_that_only_the_router_knows(
+    client: OpenAI,
+) -> None:
+    first = whole(client, input=NAME)
+    (message,) = first.output
+    asked: Any = [user(NAME), {"id": message.id, "type": "item_reference"}, user("Who am I?")]
+    inline: Any = [user(NAME), message.to_dict(), user("Who am I?")]
+    counts = {
+        client.responses.input_tokens.count(model=BUILTIN_MODEL, input=items).input_tokens
+        for items in (asked, inline)
+    }
+    assert counts == {ask(client, input=asked).usage.input_tokens for ask in (whole, ended)}
+    foreign: Any = {"type": "reasoning", "id": "rs_1", "encrypted_content": "gAAAAA"}
+    summary: Any = {"summary": [{"type": "summary_text", "text": "Hm."}]}
+    assert whole(client, input=[user(NAME), {**foreign, **summary}, user("Who?")]).output_text
+    with pytest.raises(openai.NotFoundError, match="msg_none"):
+        whole(client, input=[{"id": "msg_none"}])
+
+
+def test_a_long_conversation_goes_on_from_its_summary(client: OpenAI) -> None:
+    history: Any = [user(LONG), {"role": "assistant", "content": LONG}, user("And?")]
+    compacted = client.responses.compact(
+        model=BUILTIN_MODEL, input=history, extra_body={"max_output_tokens": 40}
+    )
+    *kept, item = (each.to_dict(warnings=False) for each in compacted.output)
+    assert [each["role"] for each in kept] == ["user", "user"]
+    assert item["type"] == "compaction"
+    later = whole(client, input=[*kept, item, user("So?")])
+    assert 0 < later.usage.input_tokens < compacted.usage.input_tokens
+    trigger: Any = [*history, {"type": "compaction_trigger"}]
+    events = list(client.responses.create(**ASKED, input=trigger, stream=True))
+    (made,) = events[-1].response.output
+    assert made.type == "compaction"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    managed: Any = [{"type": "compaction", "compact_threshold": 400}]
+    for ask in (whole, ended):
+        first, second = ask(client, input=history, context_management=managed).output
+        assert (first.type, second.type) == ("compaction", "message")

@@ -52,6 +52,7 @@ class Model:
         if call.path == INPUT_TOKENS:
             return Response(json.dumps({"input_tokens": self._tokens}))
         assert call.path == COMPACT
+        assert json.loads(call.raw)["max_output_tokens"] == self._tokens // 2
         turn = await self.side.expand(call)
         assert json.loads(turn.call.raw)["input"][-1] == user(PROMPT)[0]
         given = {"id": "resp_0", "output": [said("msg_0", "Listed.")]}
@@ -113,6 +114,14 @@ async def test_a_short_prompt_is_answered_as_it_is(monkeypatch: pytest.MonkeyPat
     for more in unset:
         model, turn = await ask(monkeypatch, tokens=999, input=HISTORY, **more)
         assert (model.asked, input_of(turn)) == ([], HISTORY)
+
+
+async def test_the_limit_of_the_answer_does_not_cut_off_the_summary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, turn = await ask(monkeypatch, input=HISTORY, max_output_tokens=1, **LIMIT)
+    assert model.asked == [INPUT_TOKENS, COMPACT]
+    assert json.loads(turn.call.raw)["max_output_tokens"] == 1
 
 
 @pytest.mark.parametrize(("tokens", "is_compacted"), [(749, False), (750, True)])

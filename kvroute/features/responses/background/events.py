@@ -20,12 +20,12 @@ CREATED = "response.created"  # the type of a stream's first event
 AS_REQUESTED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "prompt"),
     *("presence_penalty", "frequency_penalty", "previous_response_id", "reasoning", "temperature"),
-    *("text", "top_logprobs", "top_p", "user"),
+    *("text", "top_logprobs", "top_p", "user", "safety_identifier", "prompt_cache_key"),
 )
 # Members that say what has not happened yet, and those of vLLM's own.
 NOTHING_YET = (
     *("error", "incomplete_details", "usage", "kv_transfer_params", "ec_transfer_params"),
-    *("input_messages", "output_messages"),
+    *("input_messages", "output_messages", "completed_at"),
 )
 
 _statuses = msgspec.json.Decoder(Status)
@@ -36,9 +36,8 @@ class Events:
     """The events of one run of a response, in the order in which they come."""
 
     first: int  # the number of the run's first event
-    is_created: bool = (
-        False  # whether clients have the event CREATED, so that this run's is left out
-    )
+    # Whether clients have the event CREATED, so that this run's is left out.
+    is_created: bool = False
     next: int = 0  # the number of the next event
     response: Members | None = None  # the latest response object
     status: Status | None = None  # the response's status in the last event; None: it has not ended
@@ -99,6 +98,7 @@ def queued(id_: str, created_at: int, body: Mapping[str, Any]) -> dict[str, Any]
         "status": "queued",
         "background": True,
         "output": [],
+        "store": body.get("store") is not False,
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
         "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
         "service_tier": body.get("service_tier") or "auto",

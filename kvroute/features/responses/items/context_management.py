@@ -31,6 +31,7 @@ FIELD = "context_management"
 # Stands for a route: a call whose last item has the summary of all the others. No client can
 # request it.
 COMPACTED = f"{RESPONSES}#compacted"
+MOST = "max_output_tokens"
 # Without a threshold, a prompt is compacted above this share of the model's context. The rest is
 # for the answer.
 DEFAULT_SHARE = 0.75
@@ -65,19 +66,25 @@ def threshold_of(body: Mapping[str, Any], max_model_len: int) -> int | None:
 async def compacted(call: Call, request: Request, threshold: int) -> Call | Response | None:
     """Return the call with a summary of all of its input, if its prompt is too long.
 
+    The summary has at most half as many tokens as the prompt, whatever limit the answer has.
+
     Returns:
         None if the prompt is short enough. If it cannot be counted or summarized, the error.
     """
     items = input_items(call)
     if without_trigger(items)[1]:
         return None
-    raw = {k: raw for k, raw in members(call.raw).items() if k not in NOT_FOR_COMPACT}
+    left_out = {*NOT_FOR_COMPACT, MOST}
+    raw = {k: raw for k, raw in members(call.raw).items() if k not in left_out}
     asked = replace(call, raw=encode(raw), body={k: call.body[k] for k in raw})
     counted = await _answered(asked, INPUT_TOKENS, request)
     if counted.status_code != 200:
         return counted
-    if msgspec.json.decode(counted.body)["input_tokens"] < threshold:
+    tokens: int = msgspec.json.decode(counted.body)["input_tokens"]
+    if tokens < threshold:
         return None
+    limit = {MOST: max(1, tokens // 2)}
+    asked = replace(asked, raw=encode({**raw, **limit}), body={**asked.body, **limit})
     made = await _answered(asked, COMPACT, request)
     if made.status_code != 200:
         return made
