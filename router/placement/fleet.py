@@ -219,6 +219,7 @@ class Fleet:
         setup_times_s = [0.0] * len(running)
         if variant:
             setup_times_s = [self._setup_s(replica_id, variant) for replica_id in running]
+        has_pressure = self.pressure.value > 0.0  # otherwise no term needs the held share
         candidates = []
         for replica_id, load, (slowness, healthy), share, reload, setup_s in zip(
             running, loads, learned_slowness(loads), shares, reloads, setup_times_s, strict=True
@@ -242,7 +243,7 @@ class Fleet:
                     reload.wait_s,
                     healthy / slowness,
                     share,
-                    load.held_share,
+                    load.held_share if has_pressure else 0.0,
                 )
             )
         return candidates
