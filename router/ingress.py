@@ -19,7 +19,7 @@ from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.router.api.bodies import Bodies
-from kvroute.router.api.errors import ApiError, response
+from kvroute.router.api.errors import ApiError, path_of, response
 from kvroute.router.endpoints import (
     cluster_routes,
     docs_routes,
@@ -202,7 +202,7 @@ def application(
 
 
 async def _refuse(request: Request, error: ApiError) -> Response:
-    return response(error, path=request.url.path)
+    return response(error, path=path_of(request.scope))
 
 
 async def _fail(request: Request, error: Exception) -> Response:

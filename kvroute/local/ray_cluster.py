@@ -27,7 +27,13 @@ from kvroute.deployments import (
 )
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy.health import ADMIN_SOCKET
-from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
+from kvroute.local.haproxy.wrapper import (
+    ALLOW_ORIGIN,
+    IDLE_TIMEOUT_S,
+    MAX_REQUESTS,
+    TLS_CERT,
+    TLS_KEY,
+)
 from kvroute.local.ports import free_port, is_local
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import StartProgress
@@ -399,6 +405,8 @@ def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
         # Ray's processes listen on the node's address, and on every address if that is not
         # loopback. Ray replaces 127.0.0.1 by another address of this computer, unless this is 0.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    if settings.allow_origin:
+        os.environ[ALLOW_ORIGIN] = ",".join(settings.allow_origin)
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
         # The fallback proxies of two clusters would even share ports and mix up their requests.

@@ -114,8 +114,10 @@ class PullRun:
             reason = "lost"
             if not self._is_aborted:
                 log.warning("cannot pull from %s: %s", address, explained(error, peer="replica"))
-        except (OSError, ValueError):  # ValueError: the address is none
+        except (OSError, ValueError) as error:  # ValueError: the address is none
             reason = "lost"
+            if not self._is_aborted:
+                log.warning("a pull from %s has failed: %r", address, error)
         if self._is_aborted and reason:
             reason = "off"
         return PullEnd(self._arrived, time.monotonic() - began_s, reason)

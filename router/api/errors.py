@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from kvroute.contract.error_codes import Code, FeatureCode, anthropic_type_of, code_of, type_of
 from kvroute.store.connection import REDIS_ERRORS, refusal
 
 ANTHROPIC = "/v1/messages"  # route whose errors have Anthropic's format
+MODELS = "/v1/models"  # route of both APIs
+ANTHROPIC_VERSION = "anthropic-version"  # header that Anthropic's clients send with each request
 EVENTS = "text/event-stream"  # content type of streams
 RESPONSES = "/v1/responses"  # route whose events have sequence numbers
 DONE = b"data: [DONE]\n\n"  # end of streams of chats and completions
@@ -103,6 +106,17 @@ def response(error: ApiError, *, path: str = "") -> Response:
     if headers.get("x-should-retry") == "false":
         headers.pop("retry-after", None)
     return Response(body_of(error, path=path), error.status, headers, media_type=JSON)
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request, for the format of its errors.
+
+    Both APIs have the list of models. There, only a header tells which of them the client uses.
+    """
+    path: str = scope["path"]
+    if path.startswith(MODELS) and ANTHROPIC_VERSION.encode() in dict(scope["headers"]):
+        return ANTHROPIC
+    return path
 
 
 def body_of(error: ApiError, *, path: str) -> bytes:

@@ -6,7 +6,6 @@ from typing import Any
 
 from kvroute.router.api.errors import invalid, shown
 
-VERSION = "anthropic-version"  # the header that Anthropic's clients send with each request
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models on one page
 CURSORS = ("after_id", "before_id")  # fields of the query: the page begins after, or ends before
 

@@ -29,7 +29,7 @@ from kvroute.router.api.calls import (
     parse_invocation,
 )
 from kvroute.router.api.chat_list import CHAT_BATCH, parse_chat_batch
-from kvroute.router.api.errors import JSON, ApiError
+from kvroute.router.api.errors import ANTHROPIC_VERSION, JSON, ApiError
 from kvroute.router.api.json_members import members
 from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
 from kvroute.router.api.parsing import as_utf8
@@ -40,7 +40,7 @@ from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.endpoints import anthropic_models
 from kvroute.router.endpoints.signs_of_life import SignsOfLife, keep_alive_s
-from kvroute.router.history.readable import left_out
+from kvroute.router.history.readable import header_of, left_out, say_left_out
 from kvroute.router.middleware.caller_check import (
     INTERNAL_CALLER,
     at_gate,
@@ -167,7 +167,7 @@ async def list_models(request: Request, models: Served) -> Response:
     """Return the models and adapters that the client may use, in the form of its API."""
     caller = caller_of(request)
     cards = [card for model in models.all for card in models.cards(model, caller)]
-    if anthropic_models.VERSION in request.headers:
+    if ANTHROPIC_VERSION in request.headers:
         return JSONResponse(anthropic_models.page(cards, request.query_params))
     return JSONResponse({"object": "list", "data": cards})
 
@@ -179,7 +179,7 @@ async def get_model(name: str, request: Request, models: Served) -> Response:
     model = await models.find(name, caller)
     id_ = name_of(model.variant(name, caller.tenant) or model.name)
     (card,) = (card for card in models.cards(model, caller) if card["id"] == id_)
-    is_anthropics = anthropic_models.VERSION in request.headers
+    is_anthropics = ANTHROPIC_VERSION in request.headers
     return JSONResponse(anthropic_models.info(card) if is_anthropics else card)
 
 
@@ -233,16 +233,16 @@ async def answer(
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
-    headers = left_out(call)
+    names = left_out(call)
     if signs is not None:
-        signs.begin(call, headers)
+        signs.begin(call, header_of(names))
     request.state.model = model = await models.find(call.model, call.caller)
     variant = model.variant(call.model, call.caller.tenant) or ""
     call = model.with_data(replace(call, variant=variant), request.state.kept)
     side = model.extending.get(call.path)
     if side and (answered := await side.answer(call, request)):
         if isinstance(answered, Response):
-            answered.headers.update(headers)
+            say_left_out(answered, names)
             return answered
         call = answered
     max_wait_s = model.settings.max_wait_s
@@ -257,7 +257,7 @@ async def answer(
         hints=hints_of(request.headers, call, model.promises),
     )
     response = await model.requests.answer(call, context, generate)
-    response.headers.update(headers)
+    say_left_out(response, names)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)
     report_format = request.headers.get(FORMAT_HEADER)
     if is_complete and call.path in REPORTING and report_format:

@@ -1,9 +1,10 @@
 """Makes a call readable for vLLM's application, and says what is left out of it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fastapi import Response
 from msgspec import Raw
 from msgspec.structs import replace
 from pydantic_core import from_json
@@ -31,15 +32,25 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Rewritten]] = {
 }
 
 
-def left_out(call: Call) -> dict[str, str]:
-    """Return the header of the response that says what of the call's own body is left out.
+def header_of(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that says that tools, blocks or items of these types are left out."""
+    return {LEFT_OUT: ", ".join(names)} if names else {}
+
+
+def say_left_out(response: Response, names: Sequence[str]) -> None:
+    """Add types of tools, blocks or items to the header of a response that names them."""
+    said = response.headers.get(LEFT_OUT)
+    response.headers.update(header_of([said, *names] if said else names))
+
+
+def left_out(call: Call) -> list[str]:
+    """Return the types of the tools, blocks and items of the call's own body that are left out.
 
     Raises:
         ApiError: the body has something that cannot be read, and that must not be left out.
     """
     reader = READERS.get(call.path)
-    names = reader(call.body).left_out if reader else ()
-    return {LEFT_OUT: ", ".join(names)} if names else {}
+    return [*reader(call.body).left_out] if reader else []
 
 
 def readable(call: Call, *, has_more_messages: bool = False) -> Call:

@@ -32,7 +32,7 @@ from kvroute.router.api.calls import (
     RESPONSES,
     STATELESS_ROUTES,
 )
-from kvroute.router.api.errors import FINAL, ApiError, response
+from kvroute.router.api.errors import FINAL, ApiError, path_of, response
 from kvroute.router.api.scoring import SCORING
 from kvroute.settings.help import SettingsError
 from kvroute.settings.router import RouterSettings
@@ -85,7 +85,7 @@ class CallerCheck:
                 scope.setdefault("state", {})["caller"] = await self._caller(scope)
             except ApiError as error:
                 self._refused(error)
-                await response(error, path=scope["path"])(scope, receive, send)
+                await response(error, path=path_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

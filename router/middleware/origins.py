@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.features import PATHS
-from kvroute.router.api.errors import ApiError, response, shown
+from kvroute.router.api.errors import ApiError, path_of, response, shown
 
 ANY = "*"  # in --allow-origin: every origin is allowed
 ORIGIN_HEADERS = (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
@@ -92,7 +92,7 @@ class Origins:
                 self._check(scope)
             except ApiError as error:
                 self._refused(error)
-                await response(error, path=scope["path"])(scope, receive, send)
+                await response(error, path=path_of(scope))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

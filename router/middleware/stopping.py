@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvroute.router.api.errors import EVENTS, ApiError, event, response
+from kvroute.router.api.errors import EVENTS, ApiError, event, path_of, response
 
 # For new requests.
 REFUSED = ApiError(503, "the server is stopping; send the request again", code="stopping")
@@ -74,7 +74,7 @@ class LastAnswers:
             return
         if self._answers.is_stopping:
             self._refused(REFUSED)
-            await response(REFUSED, path=scope["path"])(scope, receive, send)
+            await response(REFUSED, path=path_of(scope))(scope, receive, send)
             return
         sent = _SentParts(send)
         try:

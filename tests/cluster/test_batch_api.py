@@ -2,6 +2,7 @@
 
 import json
 import time
+import uuid
 from typing import Any
 
 import httpx
@@ -268,3 +269,19 @@ def test_a_batch_does_not_delay_other_clients(client: OpenAI, model: str) -> Non
         assert client.batches.retrieve(batch.id).status == "in_progress"
     finally:
         client.batches.cancel(batch.id)
+
+
+def test_a_request_that_is_sent_again_creates_nothing_again(client: OpenAI, model: str) -> None:
+    again = client.with_options(default_headers={"Idempotency-Key": uuid.uuid4().hex})
+    content = "\n".join(chats(model, 2)).encode()
+    files = [again.files.create(file=("a", content), purpose="batch") for _ in range(2)]
+    assert files[0] == files[1]
+    asked: Any = {"input_file_id": files[0].id, "endpoint": CHAT, "completion_window": "24h"}
+    batches = [again.batches.create(**asked).id for _ in range(2)]
+    assert batches[0] == batches[1] != client.batches.create(**asked).id
+    with pytest.raises(BadRequestError, match=f"has created {batches[0]}"):
+        again.batches.create(**asked, metadata={"other": "1"})
+    with pytest.raises(BadRequestError, match="has 300 characters"):
+        client.files.create(
+            file=("a", content), purpose="batch", extra_headers={"Idempotency-Key": "k" * 300}
+        )

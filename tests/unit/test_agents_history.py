@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvroute.router.api.calls import parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.history.readable import LEFT_OUT, left_out, readable
+from kvroute.router.history.readable import left_out, readable
 
 MESSAGES, RESPONSES, CHATS = "/v1/messages", "/v1/responses", "/v1/chat/completions"
 USE = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
@@ -41,7 +41,7 @@ def read(path: str, **body: Any) -> dict[str, Any]:
 
 
 def header(path: str, **body: Any) -> str:
-    return left_out(parse_call(path, json.dumps(body).encode())).get(LEFT_OUT, "")
+    return ", ".join(left_out(parse_call(path, json.dumps(body).encode())))
 
 
 def message(*blocks: Any, role: str = "user") -> dict[str, Any]:
@@ -254,7 +254,7 @@ def test_a_body_that_can_be_read_keeps_its_bytes(path: str, body: Any) -> None:
     raw = json.dumps(body, indent=1).encode()
     call = parse_call(path, raw)
     assert readable(call) is call
-    assert left_out(call) == {}
+    assert left_out(call) == []
 
 
 def test_earlier_turns_are_read_too_and_the_calls_own_input_stays() -> None:

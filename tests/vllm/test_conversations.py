@@ -1,6 +1,7 @@
 """Conversations with their state in Redis: a client goes on with them at either of two routers."""
 
 import json
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -225,8 +226,12 @@ def after_its_end(client: OpenAI, id_: str) -> Any:
 
 
 def test_a_response_runs_in_the_background(client: OpenAI) -> None:
-    begun = whole(client, input=NAME, background=True)
+    key = {"extra_headers": {"Idempotency-Key": uuid.uuid4().hex}}
+    begun = whole(client, input=NAME, background=True, **key)
     assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    assert whole(client, input=NAME, background=True, **key).id == begun.id  # it is sent again
+    with pytest.raises(openai.BadRequestError, match=f"has created {begun.id}"):
+        whole(client, input="Another one.", background=True, **key)
     ended = after_its_end(client, begun.id)
     expected = whole(client, input=NAME)
     assert (ended.id, ended.status, ended.background) == (begun.id, expected.status, True)

@@ -50,6 +50,7 @@ from kvroute.process.exposition import Readings
 from kvroute.router.api.calls import RESPONSES, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import json_object
+from kvroute.router.history.readable import say_left_out
 
 if TYPE_CHECKING:
     from kvroute.router.serving.assembly import Parts
@@ -76,7 +77,7 @@ class RouterResponses(RouterFeature):
             objects = ConversationObjects(store, places)
             self.conversations = Conversations(self._responses, objects)
             background = BackgroundStore.opened(base, options, base.redis)
-            self.unfinished = Unfinished(background, self.conversations)
+            self.unfinished = Unfinished(background, self.conversations, self.reader)
 
     def metrics(self, registry: CollectorRegistry, readings: Readings) -> None:
         if self.conversations is None:
@@ -130,7 +131,7 @@ class RouterResponses(RouterFeature):
             has_all = not expanded.has_more_messages  # whether `body` has all of the input
             whole = call if has_all else replace(call, body=json_object(call.raw))
             window = [*input_items(whole), *made]
-            items = shortened(window, reader.cipher)
+            items = shortened(window, reader.cipher, reader.left_out)
             call = summarizing(call, items) if compacts else with_input(call, items)
         if compacts:
             edits.append(Compacting(reader.cipher, window if is_window else None))
@@ -138,7 +139,9 @@ class RouterResponses(RouterFeature):
         if wants_encrypted(call):
             edits.append(Encrypting(reader.cipher))
         finish = None if is_window else expanded.finish  # what the route answers is not stored
-        return replace(expanded, call=call, finish=_after(edits, finish) if edits else finish)
+        if edits or reader.left_out:
+            finish = _after(edits, finish, [*reader.left_out])
+        return replace(expanded, call=call, finish=finish)
 
     async def _continued(self, call: Call) -> Expanded:
         """Return a call with the conversation before it, and with the storing of its response."""
@@ -156,12 +159,15 @@ class RouterResponses(RouterFeature):
         return Expanded(call)
 
 
-def _after(edits: Sequence[ResponseEdit], finish: Finish | None) -> Finish:
-    """Return a function that edits a response, and then finishes it."""
+def _after(edits: Sequence[ResponseEdit], finish: Finish | None, left_out: list[str]) -> Finish:
+    """Return a function that edits a response, finishes it, and says in it what is left out."""
 
     async def finished(response: Response) -> Response:
         for edit in edits:
             response = await edit.finish(response)
-        return await finish(response) if finish else response
+        if finish:
+            response = await finish(response)
+        say_left_out(response, left_out)
+        return response
 
     return finished

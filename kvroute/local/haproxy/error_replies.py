@@ -1,6 +1,7 @@
 """Error responses that HAProxy sends itself: JSON in the format of the API that was called."""
 
 import json
+from collections.abc import Sequence
 
 from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_of
 
@@ -111,6 +112,25 @@ def _request_id() -> str:
         f"if !{{ res.hdr({header}) -m found }}\n"
         f"    http-after-response set-header {header} %[{client_id}] "
         f"if {{ {client_id} -m found }}\n"
+    )
+
+
+def readable_from(origins: Sequence[str]) -> str:
+    """Return the rules that let web pages of these origins, or of all for `*`, read the errors.
+
+    Routers add such headers themselves, so responses that have them stay as they are.
+    """
+    if not origins:
+        return ""
+    sent, allowed = "req.hdr(origin)", "access-control-allow-origin"
+    known = "" if "*" in origins else f" {{ {sent} -i -m str {' '.join(map(_quoted, origins))} }}"
+    rule = "    http-after-response"
+    error = f"{{ var(txn.origin) -m found }} !{{ res.hdr({allowed}) -m found }}"
+    return (
+        f"    http-request set-var(txn.origin) {sent} if {{ {sent} -m found }}{known}\n"
+        f"{rule} set-header access-control-expose-headers * if {error}\n"
+        f"{rule} add-header vary Origin if {error}\n"
+        f"{rule} set-header {allowed} %[var(txn.origin)] if {error}\n"
     )
 
 

@@ -6,7 +6,8 @@ The wrapper solves these problems, for which Serve has no options:
   its end, unless the response is a stream.
 - HAProxy's metrics are open to all machines, and its admin socket to every user.
 - HAProxy gives a client as much time to send its headers as a router to respond.
-- HAProxy's error page is HTML, which OpenAI clients cannot parse.
+- HAProxy's error page is HTML, which OpenAI clients cannot parse, and web pages of allowed origins
+  cannot read any of HAProxy's own errors.
 - HAProxy forwards all requests. If thousands of requests above --max-requests arrive at once, a
   router is too slow to refuse them, so HAProxy does it.
 - If a router ends, all its requests fail, also those without a byte of a response (repeats.py).
@@ -17,6 +18,7 @@ import re
 import ssl
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvroute.local.haproxy import error_replies as haproxy_errors
@@ -27,6 +29,7 @@ from kvroute.local.haproxy.error_replies import BUFFER_BYTES, MAX_PARSED
 from kvroute.local.haproxy.health import with_stopping_rule
 from kvroute.local.haproxy.repeats import with_repeats
 from kvroute.process.metrics_port import METRICS_HOST
+from kvroute.settings import parsers
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # environment variable: PEM file of the certificate chain
 TLS_KEY = "KVROUTE_TLS_KEY"  # environment variable: PEM file of the certificate's private key
@@ -36,6 +39,8 @@ HEADERS_S = 10  # seconds that a client has to send the whole head of a request
 IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable for --idle-timeout-s; unset: DEFAULT_IDLE_S
 MAX_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable for --max-requests; unset: DEFAULT_MAX_REQUESTS
 DEFAULT_MAX_REQUESTS = 2000  # maximum running requests per router; HAProxy refuses further ones
+# Variable for --allow-origin, separated with commas; unset: none
+ALLOW_ORIGIN = "KVROUTE_ALLOW_ORIGIN"
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)  # line that chooses a backend
 # Line with a router's address. Serve's own proxy has such a line, too, but with the word `backup`.
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
@@ -60,7 +65,14 @@ def main() -> None:
     os.execv(command[0], [*command, *args])
 
 
-def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = "") -> str:
+def hardened(
+    config: str,
+    *,
+    metrics_host: str,
+    error_page: str,
+    tls_pem: str = "",
+    origins: Sequence[str] = (),
+) -> str:
     """Return Serve's configuration, corrected as the module's docstring describes.
 
     Args:
@@ -68,10 +80,12 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         metrics_host: Address on which HAProxy's metrics listen; empty: all addresses.
         error_page: File with the response for errors 502 and 504.
         tls_pem: File with the endpoint's certificate and key; empty: without TLS.
+        origins: Origins whose web pages may read errors, or `*` for all.
     """
     if tls_pem:
         endpoint = r"^(frontend http_frontend\n\s+bind .*)"
         config = re.sub(endpoint, rf"\g<1> {TLS.format(tls_pem)}", config, flags=re.MULTILINE)
+    checks = haproxy_errors.readable_from(origins) + haproxy_errors.checks()
     for pattern, replacement in (
         (r"^ +option splice-.*\n", ""),
         (r"(stats socket .*) mode 666", r"\g<1> mode 600"),
@@ -83,7 +97,7 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         (r"(errorfile 50[24]) .*", rf"\g<1> {error_page}"),
         (r"^ +errorfile 503 .*\n", _literal(haproxy_errors.replies())),
         (r"^( +tune\.bufsize) .*", rf"\g<1> {BUFFER_BYTES}\n    tune.http.maxhdr {MAX_PARSED}"),
-        (r"^(frontend http_frontend\n\s+bind .*\n)", r"\g<1>" + _literal(haproxy_errors.checks())),
+        (r"^(frontend http_frontend\n\s+bind .*\n)", r"\g<1>" + _literal(checks)),
     ):
         config = re.sub(pattern, replacement, config, flags=re.MULTILINE)
     return config
@@ -135,6 +149,7 @@ def corrected(path: Path) -> str:
         metrics_host=os.environ.get(METRICS_HOST, ""),
         error_page=str(page),
         tls_pem=_tls_pem(path.with_name("tls.pem")),
+        origins=parsers.origins([*filter(None, os.environ.get(ALLOW_ORIGIN, "").split(","))]),
     )
     idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
     config = limited(config, limit=max_connections(), idle_s=idle_s)

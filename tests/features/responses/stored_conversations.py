@@ -50,7 +50,7 @@ def side_of(
     side = RouterResponses(fake_base())
     side.conversations = conversations
     if conversations and background:
-        side.unfinished = Unfinished(background, conversations)
+        side.unfinished = Unfinished(background, conversations, side.reader)
     return side
 
 

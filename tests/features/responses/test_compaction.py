@@ -18,6 +18,7 @@ from kvroute.features.responses.items.compaction import COMPACT, OPENING, PROMPT
 from kvroute.features.responses.stores.response_store import Responses
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.history.readable import LEFT_OUT
 from tests.features.responses.stored_conversations import (
     MB,
     finished,
@@ -64,6 +65,10 @@ async def answer(turn: Expanded, *output: dict[str, Any], id_: str = "resp_1") -
     given = {"id": id_, "created_at": 5, "output": output, "previous_response_id": None}
     response = Response(json.dumps({**given, "usage": USAGE}))
     return json.loads(bytes((await finished(turn, response)).body))
+
+
+async def head(turn: Expanded) -> Any:
+    return (await finished(turn, Response('{"id": "resp_1", "output": []}'))).headers
 
 
 def summary(text: str) -> dict[str, Any]:
@@ -121,9 +126,12 @@ async def test_a_summary_of_another_tenant_or_server_is_left_out() -> None:
     for item in (own, {"type": "compaction", "encrypted_content": "gAAAAA"}):
         turn = await ask(None, "bob", input=[*HISTORY, item, *user("And?")])
         assert body_of(turn)["input"] == [*HISTORY, *user("And?")]
+        assert (await head(turn))[LEFT_OUT] == "compaction"
     reasoning = {"type": "reasoning", "summary": [], "encrypted_content": own["encrypted_content"]}
     turn = await ask(None, "ada", input=[*HISTORY, reasoning])  # a ciphertext of another kind
     assert body_of(turn)["input"] == HISTORY
+    assert (await head(turn))[LEFT_OUT] == "reasoning"
+    assert LEFT_OUT not in await head(await ask(None, "ada", input=[*HISTORY, own]))
 
 
 async def test_a_model_that_only_thinks_has_written_a_summary_too() -> None:

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.gate import ANYONE
 from kvroute.features.responses.response_routes import routes
 from kvroute.features.responses.router_responses import RouterResponses
 from kvroute.features.responses.stores.response_store import Responses
@@ -54,6 +55,21 @@ async def test_one_that_was_cancelled_can_be_continued(empty_redis: Redis) -> No
         assert await own.conversations.input_items(second, "") == [HI, MORE]
         stored = json.loads(await own.conversations.responses.get(second, "") or b"")
         assert (stored["id"], stored["status"]) == (second, "cancelled")
+
+
+async def test_its_references_are_the_items_that_they_name(empty_redis: Redis) -> None:
+    router = Router(empty_redis, "one", endless)
+    own = side(empty_redis, router)
+    assert own.conversations
+    objects = own.conversations.objects
+    (item,) = await objects.items((await objects.create([HI], {}, ""))["id"], "")
+    async with running(router):
+        id_ = await router.create(input=[{"id": item["id"]}, MORE])
+        await router.service.cancel(await router.found(id_))
+        assert own.unfinished
+        record = await router.found(id_)
+        assert await own.unfinished.input_items(record, ANYONE) == [item, MORE]
+        assert await input_of(own, id_) == [item, MORE, MORE]
 
 
 async def test_one_that_continues_a_lost_response_is_lost(empty_redis: Redis) -> None:

@@ -49,7 +49,9 @@ ANTHROPIC = Library(
     least_passed=120,  # 136 of 215 pass on kvroute
 )
 # The names of models in these tests. Our model takes the place of each.
-MODEL_NAMES = re.compile(r'"(?:gpt|claude)-[\w.-]+"|(?<=model=)"string"|(?<=model_id=)"model_id"')
+MODEL_NAMES = re.compile(
+    r'"(?:gpt|claude)-[\w.-]+"|(?<=model=)"string"|(?<=_id=)"(?:model|after|before)_id"'
+)
 
 
 @pytest.mark.timeout(3 * SUITE_TIMEOUT_S)

@@ -4,6 +4,7 @@ A response is stored when it is complete. Before that, and if it fails or is can
 are found here: those of its request, and its output so far.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,6 +14,9 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.features.gate import Caller
 from kvroute.features.responses import PREVIOUS_NOT_FOUND
 from kvroute.features.responses.continuing import Conversations, input_of, turn_of
+from kvroute.features.responses.items.compaction import without_trigger
+from kvroute.features.responses.items.input_items import input_items, with_input
+from kvroute.features.responses.items.reading import ItemReader
 from kvroute.features.responses.response_items import PREVIOUS
 from kvroute.features.responses.stores.background_store import BackgroundStore, Record
 from kvroute.features.responses.stores.leased_values import TooLongError, key, owner
@@ -23,10 +27,21 @@ from kvroute.router.api.json_members import encode, members
 
 
 class Unfinished:
-    """The background responses of a cluster, as calls of one model continue and list them."""
+    """The background responses of a cluster, as calls of one model continue and list them.
 
-    def __init__(self, store: BackgroundStore, conversations: Conversations) -> None:
-        self._store, self._conversations = store, conversations
+    Args:
+        store: the background responses.
+        conversations: the responses that are complete.
+        reader: returns the reader of the items of a caller's requests, given their `cache_salt`.
+    """
+
+    def __init__(
+        self,
+        store: BackgroundStore,
+        conversations: Conversations,
+        reader: Callable[[Caller, str | None], ItemReader],
+    ) -> None:
+        self._store, self._conversations, self._reader = store, conversations, reader
 
     async def keep(self, call: Call) -> bool:
         """Store the response that a call continues, if it ran in the background and has ended.
@@ -46,7 +61,7 @@ class Unfinished:
                 return False
             if record.head.is_open:
                 raise _running(record, waiting[-1].body[PREVIOUS])
-            own = self._call_of(record, call.caller)
+            own = await self._call_of(record, call.caller)
             try:
                 own = (await self._conversations.expand(own)).call
             except ApiError as error:
@@ -64,7 +79,7 @@ class Unfinished:
         Raises:
             ApiError: an earlier response is not there any more, or Redis cannot be used.
         """
-        call = self._call_of(record, caller)
+        call = await self._call_of(record, caller)
         try:
             expanded = await self._conversations.expand(call)
         except ApiError as error:
@@ -80,13 +95,18 @@ class Unfinished:
         with needing_redis():
             return await self._store.read(key(call.body[PREVIOUS], salt))
 
-    def _call_of(self, record: Record, caller: Caller) -> Call:
-        """Return the request of a response."""
+    async def _call_of(self, record: Record, caller: Caller) -> Call:
+        """Return the request of a response, with items that replicas can read."""
         try:
             request = record.body(self._store.max_part_bytes).request
         except (*DECODE_ERRORS, TooLongError):
             raise ApiError(404, "the response cannot be read", code="not_found") from None
-        return replace(parse_call(RESPONSES, bytes(request)), caller=caller)
+        call = replace(parse_call(RESPONSES, bytes(request)), caller=caller)
+        reader = self._reader(caller, call.body.get("cache_salt"))
+        if not reader.must_read(call):
+            return call
+        items, _ = without_trigger(await reader.read(input_items(call)))
+        return with_input(call, items)
 
     async def _put(self, record: Record, call: Call) -> None:
         """Store a response, given its call with all items before its output."""

@@ -83,11 +83,13 @@ def summarizing(call: Call, items: Sequence[InputItem]) -> Call:
     return with_input(call, [*items, new_item({"role": "user", "content": PROMPT})], **fields)
 
 
-def shortened(items: Sequence[InputItem], cipher: Cipher) -> list[InputItem]:
+def shortened(
+    items: Sequence[InputItem], cipher: Cipher, left_out: dict[str, None]
+) -> list[InputItem]:
     """Return the items with the latest summary in the place of what it replaces.
 
     Of the items before it, the messages of users, developers and the system stay. Foreign summaries
-    are left out.
+    are left out, and their types are added to `left_out`.
     """
     summaries = [_summary(item.value, cipher) for item in items]
     readable = [number for number, summary in enumerate(summaries) if summary is not None]
@@ -96,7 +98,10 @@ def shortened(items: Sequence[InputItem], cipher: Cipher) -> list[InputItem]:
     for number, (item, summary) in enumerate(zip(items, summaries, strict=True)):
         if number == last:
             result.append(new_item({"role": "user", "content": f"{OPENING}{summary}"}))
-        elif not is_compaction(item.value) and (number > last or _is_kept(item.value)):
+        elif is_compaction(item.value):
+            if summary is None:
+                left_out[item.value["type"]] = None
+        elif number > last or _is_kept(item.value):
             result.append(item)
     return result
 

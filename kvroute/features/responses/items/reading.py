@@ -53,6 +53,7 @@ class ItemReader:
     def __init__(
         self, caller: Caller, cache_salt: str | None, shared: str, references: References | None
     ) -> None:
+        self.left_out: dict[str, None] = {}  # types of the items that nobody can read here
         self.salt = owner(caller, cache_salt)
         self.cipher = Cipher(caller, cache_salt, shared)
         self._references = references
@@ -71,7 +72,9 @@ class ItemReader:
         Raises:
             ApiError: an item that another one refers to is not stored.
         """
-        changed = map(self._with_reasoning, await self._resolved(items))
+        changed = list(map(self._with_reasoning, await self._resolved(items)))
+        if None in changed:
+            self.left_out["reasoning"] = None
         return [item for item in changed if item is not None]
 
     async def storable(self, values: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
