@@ -1,7 +1,7 @@
 """Turns a server's HTTP response into the chunks of an answer."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvroute.contract.generation import Chunk, Emit
 from kvroute.contract.http_call import HttpPart
@@ -35,7 +35,8 @@ class ServerAnswer:
     status: int = 0
     content_type: str = ""
     output_tokens: int = 0  # tokens of the answer so far
-    usage: ServerUsage | None = None  # the latest report of the server
+    # What the server has reported so far.
+    usage: ServerUsage = field(default_factory=ServerUsage)
     has_emitted: bool = False
 
     async def read(self, data: AsyncIterator[bytes]) -> None:
@@ -52,8 +53,7 @@ class ServerAnswer:
             whole += part
             _check_size(whole)
         self.usage = usage_of_body(bytes(whole))
-        tokens = self.usage.output_tokens if self.usage else 0
-        self._emit(bytes(whole), tokens, is_last=True, is_whole=True)
+        self._emit(bytes(whole), self.usage.output_tokens or 0, is_last=True, is_whole=True)
 
     async def _read_events(self, data: AsyncIterator[bytes]) -> None:
         rest = bytearray()  # the beginning of an event
@@ -67,12 +67,12 @@ class ServerAnswer:
             _check_size(rest)
         if rest:
             self._emit_events([bytes(rest)])
-        missing = self.usage.output_tokens - self.output_tokens if self.usage else 0
-        self._emit(b"", max(0, missing), is_last=True)
+        missing = max(0, (self.usage.output_tokens or 0) - self.output_tokens)
+        self._emit(b"", missing, is_last=True)
 
     def _emit_events(self, events: list[bytes]) -> None:
         for event in events:
-            self.usage = usage_of_event(event) or self.usage
+            self.usage = self.usage.updated(usage_of_event(event))
         tokens = sum(token_count(self.path, event) for event in events)
         self._emit(b"".join(events), tokens)
 
@@ -80,7 +80,7 @@ class ServerAnswer:
         self, data: bytes, tokens: int, *, is_last: bool = False, is_whole: bool = False
     ) -> None:
         cached_tokens = self.expected_tokens
-        if self.usage and self.usage.cached_tokens is not None and not self.has_emitted:
+        if self.usage.cached_tokens is not None and not self.has_emitted:
             cached_tokens = min(self.usage.cached_tokens, self.prompt_tokens)
             self.expected_tokens = cached_tokens
         part = HttpPart(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -96,6 +97,7 @@ class AttachedEngine(Engine):
             if events
             else None
         )
+        self._skipped = Counter[str]()  # the server's events of unknown kinds, by kind
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._rendering_differences = 0  # prompts of another length than the router's
@@ -179,10 +181,8 @@ class AttachedEngine(Engine):
             body = with_token_ids(call.path, body, request.token_ids.tolist())
         return forwarded(call.path, body, namespace=namespace, reports_hits=self._reports_hits())
 
-    def _compare(self, request: GenerateRequest, call: HttpCall, usage: ServerUsage | None) -> None:
+    def _compare(self, request: GenerateRequest, call: HttpCall, usage: ServerUsage) -> None:
         """Compare the length of the server's prompt with the length of the router's."""
-        if usage is None:
-            return
         tokens = len(request.token_ids)
         if call.is_rendered and tokens and usage.prompt_tokens not in (None, tokens):
             self._rendering_differences += 1
@@ -274,12 +274,15 @@ class AttachedEngine(Engine):
             if payload is None:
                 self._forget(reports_hits=False)
                 continue
+            kinds = len(self._skipped)
             try:
-                changes = self._cached.apply(decode_batch(payload))
-            except DECODE_ERRORS as error:  # such as an event of a kind that is new in vLLM
+                changes = self._cached.apply(decode_batch(payload, self._skipped))
+            except DECODE_ERRORS as error:
                 log.warning("an event of %s cannot be read: %s", self._connection.url, error)
                 self._forget(reports_hits=True)
                 continue
+            if len(self._skipped) > kinds:
+                log.info("events of %s of unknown kinds: %s", self._connection.url, self._skipped)
             self._queue(changes)
             self._cached.reports_hits |= not source.is_complete
             if len(self._cached) > self.facts.capacity_blocks:

@@ -1,15 +1,15 @@
 """The body that a server gets, and what its response says about tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs
+WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs in all versions of vLLM
 REPORT_MODE = "kv_cache_report_mode"  # vLLM's option: "full" reports the blocks of a cache hit
+REPORT_MARKS = (REPORT_MODE.encode(), b"\\u00")  # a body with the option has one of them
 
 # Pieces of a server-sent event that carries a token of the answer. In JSON, quotation marks inside
 # a text are escaped, so a text cannot contain these pieces. Events of other routes are like those
@@ -30,19 +30,26 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-@dataclass(frozen=True, slots=True)
-class ServerUsage:
-    """The tokens of a request, as the server reports them."""
+class ServerUsage(NamedTuple):
+    """The tokens of a request, as the server reports them. None: it has not reported them."""
 
-    output_tokens: int
-    cached_tokens: int | None  # prompt tokens from the cache; None: the server does not report it
-    prompt_tokens: int | None = None  # None: unknown; Anthropic's API leaves out the cached ones
+    output_tokens: int | None = None
+    cached_tokens: int | None = None  # prompt tokens from the cache
+    prompt_tokens: int | None = None  # Anthropic's API leaves out the cached ones
+
+    def updated(self, later: "ServerUsage") -> "ServerUsage":
+        """Return the usage after a later report, which may lack what an earlier one has said."""
+        return ServerUsage(
+            *(new if new is not None else old for old, new in zip(self, later, strict=True))
+        )
 
 
 def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> bytes:
     """Return the body to send; it is the client's own, byte for byte, if nothing has to change.
 
-    A stream is not asked for its usage if the client does not ask: the response would differ.
+    A stream is not asked for its usage if the client does not ask: the response would differ. The
+    client's own wish for reports of cache hits is removed: a report looks like a further copy of a
+    block, which would then still be expected after its eviction.
 
     Args:
         path: the route.
@@ -51,7 +58,8 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
         reports_hits: whether the server is asked to report the blocks of a cache hit.
     """
     reports_hits = reports_hits and path in WITH_XARGS
-    if not namespace and not reports_hits:
+    may_ask = any(mark in body for mark in REPORT_MARKS)
+    if not (namespace or reports_hits or may_ask):
         return body
     fields = _decode(body)
     if not isinstance(fields, dict):
@@ -59,8 +67,10 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
     changed = dict(fields)
     if namespace:
         changed["cache_salt"] = namespace
-    if reports_hits:
-        changed["vllm_xargs"] = {REPORT_MODE: "full"} | _object(fields.get("vllm_xargs"))
+    own = {REPORT_MODE: "full"} if reports_hits else {}
+    if own or REPORT_MODE in _object(fields.get("vllm_xargs")):
+        given = _object(fields.get("vllm_xargs"))
+        changed["vllm_xargs"] = {name: given[name] for name in given if name != REPORT_MODE} | own
     return body if changed == fields else _encode(changed)
 
 
@@ -88,35 +98,31 @@ def token_count(path: str, event: bytes) -> int:
     return 0 if path == CHAT and ROLE_MARK in event else 1
 
 
-def usage_of_event(event: bytes) -> ServerUsage | None:
-    """Return the usage in a server-sent event; None: it has none."""
+def usage_of_event(event: bytes) -> ServerUsage:
+    """Return the usage in a server-sent event."""
     if USAGE_MARK not in event:
-        return None
+        return ServerUsage()
     data = b"".join(
         line.removeprefix(b"data:") for line in event.splitlines() if line.startswith(b"data:")
     )
     return usage_of_body(data)
 
 
-def usage_of_body(data: bytes) -> ServerUsage | None:
-    """Return the usage in a JSON object of any of the four APIs; None: it has none."""
+def usage_of_body(data: bytes) -> ServerUsage:
+    """Return the usage in a JSON object of any of the four APIs."""
     if b'"usage"' not in data:
-        return None
+        return ServerUsage()
     try:
         fields = _decode(data)
     except (msgspec.DecodeError, RecursionError):
-        return None
+        return ServerUsage()
     whole = _object(fields)
     places = (whole, _object(whole.get("response")), _object(whole.get("message")))
-    usage = next(filter(None, (_object(place.get("usage")) for place in places)), None)
-    if usage is None:
-        return None
+    usage = next(filter(None, (_object(place.get("usage")) for place in places)), {})
     details = _object(usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))
     cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
     output = usage.get("completion_tokens", usage.get("output_tokens"))
-    return ServerUsage(
-        _number(output) or 0, _number(cached), prompt_tokens=_number(usage.get("prompt_tokens"))
-    )
+    return ServerUsage(_number(output), _number(cached), _number(usage.get("prompt_tokens")))
 
 
 def _number(value: Any) -> int | None:

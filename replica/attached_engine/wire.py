@@ -1,13 +1,14 @@
 """The KV cache events of a vLLM server, as its ZMQ publisher encodes them.
 
-Only the fields that kvroute reads are declared. vLLM adds fields at the end of an event, which are
-ignored here.
+Only the fields that kvroute reads are declared. Later versions of vLLM add fields, which are
+ignored, and kinds of events, which are skipped and counted.
 """
 
+from collections import Counter
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from kvroute.replica.engine.kv_events import BlockHash
 
@@ -38,11 +39,53 @@ class ClearedEvent(Struct, tag="AllBlocksCleared", gc=False):
     """The cache was cleared."""
 
 
+Event = StoredEvent | RemovedEvent | ClearedEvent
+KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})  # those of Event
+MAX_KINDS = 32  # unknown kinds that are counted one by one
+MAX_KIND_CHARS = 64  # characters of an unknown kind that are kept
+
+
 class Batch(Struct, array_like=True, gc=False):
     """The events of one step of the engine."""
 
     ts: float  # Unix time in seconds
-    events: list[StoredEvent | RemovedEvent | ClearedEvent]
+    events: list[Event]
 
 
-decode_batch = msgspec.msgpack.Decoder(Batch).decode
+class _AnyBatch(Struct, array_like=True, gc=False):
+    ts: float
+    events: list[Raw]
+
+
+class _AnyEvent(Struct, gc=False):
+    type: str
+
+
+_decode_known = msgspec.msgpack.Decoder(Batch).decode
+_decode_any = msgspec.msgpack.Decoder(_AnyBatch).decode
+_decode_kind = msgspec.msgpack.Decoder(_AnyEvent).decode
+_decode_event = msgspec.msgpack.Decoder(Event).decode
+
+
+def decode_batch(payload: bytes, skipped: Counter[str]) -> Batch:
+    """Return a batch, without events of unknown kinds.
+
+    Args:
+        payload: the batch, as the server has sent it.
+        skipped: the events of unknown kinds so far, by kind. Those of this batch are added.
+
+    Raises:
+        msgspec.MsgspecError: this is no batch, or an event of a known kind cannot be read.
+    """
+    try:
+        return _decode_known(payload)
+    except msgspec.ValidationError:
+        batch = _decode_any(payload)
+    events = list[Event]()
+    for event in batch.events:
+        kind = _decode_kind(event).type[:MAX_KIND_CHARS]
+        if kind in KINDS:
+            events.append(_decode_event(event))
+        else:
+            skipped[kind if kind in skipped or len(skipped) < MAX_KINDS else "other"] += 1
+    return Batch(batch.ts, events)

@@ -126,7 +126,7 @@ async def test_an_error_has_no_tokens() -> None:
         ({"output_tokens": 2, "input_tokens_details": {"cached_tokens": 8}}, ServerUsage(2, 8)),
         ({"output_tokens": 2, "cache_read_input_tokens": 8}, ServerUsage(2, 8)),
         ({"completion_tokens": 2, "prompt_tokens_details": None}, ServerUsage(2, None)),
-        ({"completion_tokens": "2", "prompt_tokens_details": 5}, ServerUsage(0, None)),
+        ({"completion_tokens": "2", "prompt_tokens_details": 5}, ServerUsage()),
     ],
 )
 def test_the_usage_of_all_apis_is_read(usage: dict[str, object], expected: ServerUsage) -> None:
@@ -134,9 +134,16 @@ def test_the_usage_of_all_apis_is_read(usage: dict[str, object], expected: Serve
         assert usage_of_body(json.dumps(body, separators=(",", ":")).encode()) == expected
 
 
+def test_later_reports_of_usage_complete_earlier_ones() -> None:
+    """Anthropic's API has the prompt's tokens in its first event, and the answer's in a later."""
+    begun = usage_of_body(b'{"message":{"usage":{"cache_read_input_tokens":8,"output_tokens":0}}}')
+    assert begun.updated(usage_of_body(b'{"usage":{"output_tokens":5}}')) == ServerUsage(5, 8)
+    assert begun.updated(ServerUsage()) == begun == ServerUsage(0, 8)
+
+
 @pytest.mark.parametrize("body", [b'{"usage":{', b'["usage"]', b'{"usage":{}}', b"[" * 100_000])
 def test_a_body_without_usage_has_none(body: bytes) -> None:
-    assert usage_of_body(body) is None
+    assert usage_of_body(body) == ServerUsage()
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES, "/v1/embeddings"])
@@ -152,11 +159,19 @@ def test_the_tenants_salt_replaces_the_clients() -> None:
         assert json.loads(sent)["cache_salt"] == "tenant"
 
 
-def test_hits_are_reported_unless_the_client_chooses_otherwise() -> None:
-    sent = forwarded(CHAT, b"{}", namespace="", reports_hits=True)
-    assert json.loads(sent)["vllm_xargs"] == {"kv_cache_report_mode": "full"}
-    body = b'{"vllm_xargs": {"kv_cache_report_mode": "none", "own": 1}}'
-    assert forwarded(CHAT, body, namespace="", reports_hits=True) == body
+@pytest.mark.parametrize("key", ["kv_cache_report_mode", r"kv\u005fcache_report_mode"])
+@pytest.mark.parametrize("reports_hits", [True, False])
+def test_whether_hits_are_reported_is_not_the_clients_choice(key: str, reports_hits: bool) -> None:
+    expected = {"kv_cache_report_mode": "full"} if reports_hits else {}
+    for path in (CHAT, COMPLETIONS):
+        for chosen in ("full", "incremental", "none"):
+            body = f'{{"vllm_xargs": {{"{key}": "{chosen}", "own": 1}}}}'.encode()
+            sent = forwarded(path, body, namespace="", reports_hits=reports_hits)
+            assert json.loads(sent)["vllm_xargs"] == {"own": 1} | expected
+    sent = forwarded(CHAT, b"{}", namespace="", reports_hits=reports_hits)
+    assert json.loads(sent).get("vllm_xargs", {}) == expected
+    text = rb'{"prompt": "kv_cache_report_mode \u0041"}'
+    assert forwarded(COMPLETIONS, text, namespace="", reports_hits=False) == text
 
 
 @pytest.mark.parametrize("body", [b"[]", b'"text"', b'{"vllm_xargs": 5}'])
