@@ -82,7 +82,7 @@ def test_charts_have_axes_with_units(browser: Page, fleet: PageServer) -> None:
     assert labels["Prompt tokens from cache"][:3] == ["0%", "50%", "100%"]
     assert labels["Wait for the first token"][2].endswith("ms")
     assert labels["Requests per second"][2].endswith("/s")
-    assert len(labels) == 6
+    assert len(labels) == 7
     assert all("now" in texts and "\u221230 min" in texts for texts in labels.values())
 
 
