@@ -13,9 +13,12 @@ import logging
 import os
 import shutil
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge
-from ray.serve.schema import LoggingConfig
+
+if TYPE_CHECKING:
+    from ray.serve.schema import LoggingConfig
 
 DROPPED = Counter(
     "kvroute_dropped_log_lines", "Lines missing in the process's log, since it cannot be written."
@@ -39,12 +42,14 @@ class _ServeLog(logging.Handler):
         self._serve.handle(record)
 
 
-def logging_config(log_format: str) -> LoggingConfig:
+def logging_config(log_format: str) -> "LoggingConfig":
     """Return a logging configuration for one of Serve's deployments, or for all of Serve.
 
     Args:
         log_format: "text" or "json".
     """
+    from ray.serve.schema import LoggingConfig
+
     return LoggingConfig(encoding=log_format.upper(), additional_log_standard_attrs=["name"])
 
 

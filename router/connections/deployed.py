@@ -1,35 +1,20 @@
-"""What Ray Serve's controller says of a model's replicas: how many it wants, and their states."""
+"""Asks whatever runs a model's replicas how many there should be, and in which states they are."""
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
+from kvroute.router.connections.replica_source import Deployed, NoReplicaError
 
-from kvroute.process import ray_internals
-
-FRESH_S = 0.5  # an answer of the controller up to this age is used again
-WAIT_S = 1.0  # longest wait for an answer; a controller that is slow or hangs delays nobody longer
-
-
-@dataclass(frozen=True, slots=True)
-class Deployed:
-    """A model's replicas, as Ray Serve's controller lists them."""
-
-    wanted: int  # number of replicas that Serve tries to reach
-    states: Mapping[str, str]  # replica id -> state in Serve, such as "STARTING" or "RUNNING"
-    ended: frozenset[str]  # ids of replicas that have ended lately
+FRESH_S = 0.5  # an answer up to this age is used again
+WAIT_S = 1.0  # longest wait for an answer; what is slow or hangs delays nobody longer
 
 
 class DeployedReplicas:
-    """Asks Ray Serve's controller, when somebody wants to know, and only once at a time.
+    """Asks when somebody wants to know, and only once at a time.
 
     Args:
-        read: asks the controller; runs in a thread.
+        read: asks, as ReplicaSource.deployed does; runs in a thread.
     """
 
     def __init__(self, read: Callable[[], Deployed]) -> None:
@@ -39,11 +24,10 @@ class DeployedReplicas:
         self._asking: asyncio.Task[None] | None = None
 
     async def get(self) -> Deployed | None:
-        """Return the controller's answer, or its last one if it is slow; None if it is away."""
+        """Return the answer, or the last one if it is late; None if nobody answers."""
         if self._asking is None and time.monotonic() - self._answered_s > FRESH_S:
             self._asked_s = time.monotonic()
-            # The task ends when the controller answers, or when Ray gives up.
-            self._asking = asyncio.create_task(self._ask(), name="ask Serve's controller")
+            self._asking = asyncio.create_task(self._ask(), name="ask for the replicas")
         if self._asking:
             left_s = self._asked_s + WAIT_S - time.monotonic()
             await asyncio.wait([self._asking], timeout=max(0.0, left_s))
@@ -52,24 +36,7 @@ class DeployedReplicas:
     async def _ask(self) -> None:
         try:
             self._last = await asyncio.to_thread(self._read)
-        except (RayError, RayServeException, ValueError, KeyError):  # no controller, for example
+        except NoReplicaError:
             self._last = None
         finally:
             self._answered_s, self._asking = time.monotonic(), None
-
-
-def read_deployed(deployments: Sequence[str]) -> Deployed:
-    """Ask the controller for the replicas of these deployments of this process's application."""
-    details = ray_internals.deployments(serve.get_replica_context().app_name)
-    return deployed([details[name] for name in deployments])
-
-
-def deployed(details: Sequence[Mapping[str, Any]]) -> Deployed:
-    """Return the replicas of several deployments from the details that Serve reports of each."""
-    replicas = [replica for each in details for replica in each["replicas"]]
-    ended = [replica for each in details for replica in each.get("recent_dead_replicas", ())]
-    return Deployed(
-        sum(each["target_num_replicas"] for each in details),
-        {str(replica["replica_id"]): str(replica["state"].value) for replica in replicas},
-        frozenset(str(replica["replica_id"]) for replica in ended),
-    )

@@ -1,4 +1,4 @@
-"""The connections of this router: one to each replica that Ray Serve runs.
+"""The connections of this router: one to each replica that runs.
 
 All data parallel ranks of a replica share its connection. Requests and calls name a rank by its id.
 """
@@ -10,30 +10,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec.structs import replace
-from ray.exceptions import RayError
 
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.connections.serve_replicas import ServeReplicas, UnknownReplicaError
+from kvroute.router.connections.replica_source import NoReplicaError, ReplicaSource
 from kvroute.wire.address import Address
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
 from kvroute.wire.tls import OFF, TlsError, WireTls, client_end
 
 log = logging.getLogger("kvroute.links")
 
-CHECK_INTERVAL_S = 0.1  # seconds between comparisons with the replicas that Serve runs
+CHECK_INTERVAL_S = 0.1  # seconds between comparisons with the replicas that run
 CONNECT_S = 5.0  # longest wait for a replica's address, and for a connection, in seconds
 # Seconds between the first two attempts to connect. The pause doubles with each attempt, up to
 # LONGEST_PAUSE_S.
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-# Seconds without a connection after which a replica is reported by /health. If a replica has ended,
-# Serve usually replaces it sooner.
+# Seconds without a connection after which /health reports a replica. One that has ended is usually
+# replaced sooner.
 REPORT_AFTER_S = 5.0
 # Why there is no connection to a replica. An attempt that fails in another way is a fault of ours.
 _CONNECT_ERRORS = (
-    *(RayError, UnknownReplicaError, LostError, TlsError, TimeoutError),
+    *(NoReplicaError, LostError, TlsError, TimeoutError),
     *DECODE_ERRORS,
 )
 
@@ -58,18 +57,18 @@ _CALL_ERRORS = (LostError, HungError, RefusedError, FailedError, EngineDeadError
 
 
 class Links:
-    """Connects to each replica that Serve runs, and again when a connection ends."""
+    """Connects to each replica that runs, and again when a connection ends."""
 
     def __init__(
         self,
-        replicas: Callable[[], ServeReplicas],
+        replicas: Callable[[], ReplicaSource],
         on_pending: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
         tls: WireTls = OFF,
     ) -> None:
         """Create the object without any connection. `run` makes them.
 
         Args:
-            replicas: returns the replicas that Serve runs.
+            replicas: returns the source of the replicas.
             on_pending: called with the id of a rank and the prompt tokens that it reports as not
                 yet computed.
             tls: the router's settings for TLS.
@@ -78,7 +77,7 @@ class Links:
         self._on_pending = on_pending
         # Called with the id of each removed replica. While it returns True, the connection stays.
         self.is_needed: Callable[[str], bool] = lambda replica_id: False
-        self.losses = 0  # connections that ended while Serve ran the replica
+        self.losses = 0  # connections that ended while the replica was listed
         # Replica id -> time of the first failure to connect, and the reason of the last one.
         self._failures: dict[str, tuple[float, str]] = {}
         self._replicas = replicas
@@ -88,13 +87,13 @@ class Links:
         self._addresses: dict[str, Address] = {}  # replica id -> address that it last reported
 
     def connected(self) -> list[str]:
-        """Return the ranks of the replicas that Serve runs and that can get requests now."""
+        """Return the ranks of the replicas that run and can get requests now."""
         ids, link_of, ranks = self._replicas().ids(), self._links.get, self._ranks
         ready = [id_ for id_ in ids if (link := link_of(id_)) and link.is_open]
         return [rank_id for id_ in ready for rank_id in ranks[id_]]
 
     def running(self) -> list[str]:
-        """Return the ranks of all replicas that Serve runs.
+        """Return the ranks of all replicas that run.
 
         A replica that has not reported its ranks counts as one rank.
         """
@@ -144,16 +143,16 @@ class Links:
         return {id_: link.away_reason for id_, link in self._links.items() if link.away_reason}
 
     def able(self) -> list[str]:
-        """Return the ranks of all replicas that Serve runs and whose engines are not away."""
+        """Return the ranks of all replicas that run and whose engines are not away."""
         away = self.away()
         return [rank_id for rank_id in self.running() if replica_of(rank_id) not in away]
 
     def is_connected(self, replica_id: str) -> bool:
-        """Return whether there is an open connection, even if Serve has removed the replica."""
+        """Return whether there is an open connection, even if the replica has been removed."""
         return self._open(replica_id) is not None
 
     def busy(self) -> set[str]:
-        """Return the replicas that run requests of this router, even if Serve has removed them."""
+        """Return the replicas that run requests of this router, even if they have been removed."""
         return {id_ for id_, link in self._links.items() if link.streams}
 
     def received_messages(self, replica_id: str) -> int:
@@ -191,7 +190,7 @@ class Links:
         """
         replica_id, rank = split(rank_id)
         if (link := self._open(replica_id)) is None:
-            _, reason = self._failures.get(replica_id, (0.0, "Ray Serve does not run this replica"))
+            _, reason = self._failures.get(replica_id, (0.0, "this replica does not run"))
             raise UnansweredError(f"there is no connection: {reason}")
         try:
             async with asyncio.timeout(within_s):
@@ -252,7 +251,7 @@ class Links:
             self._ranks.pop(replica_id, None)
             self._addresses.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
-                link.lose(LostError("Ray Serve has removed the replica"))
+                link.lose(LostError("the replica has been removed"))
 
     async def _connect(self, replica_id: str) -> bool:
         """Connect, and wait until the connection ends. Return False if there was no connection."""

@@ -1,4 +1,4 @@
-"""Detects hung replicas and kills them, so that their requests fail over and Serve replaces them.
+"""Detects hung replicas and kills them, so that their requests fail over and they are replaced.
 
 A replica that sends no messages is only suspect, and gets no new requests. It is declared dead if
 it does not answer probes either. In the replica, a separate thread answers probes, so that a busy
@@ -10,11 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ray.exceptions import RayError
-
 from kvroute.contract.ranks import replica_of
 from kvroute.router.connections.links import HungError, Links
-from kvroute.router.connections.serve_replicas import ServeReplicas
+from kvroute.router.connections.replica_source import NoReplicaError, ReplicaSource
 from kvroute.router.placement.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")
@@ -34,7 +32,7 @@ class Liveness:
 
     def __init__(
         self,
-        replicas: Callable[[], ServeReplicas],
+        replicas: Callable[[], ReplicaSource],
         links: Links,
         fleet: Fleet,
         *,
@@ -103,7 +101,7 @@ class Liveness:
         try:
             await self._replicas().probe(replica_id)
             self._quiet[replica_id] = 0
-        except RayError:
+        except NoReplicaError:
             return  # the process cannot be reached, which is no sign of life
         finally:
             self._probed.remove(replica_id)

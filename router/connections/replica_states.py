@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvroute.contract.ranks import replica_of, replicas_of
-from kvroute.router.connections.deployed import Deployed, DeployedReplicas
+from kvroute.router.connections.deployed import DeployedReplicas
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.connections.replica_source import Deployed
 from kvroute.router.placement.fleet import Fleet
 
 State = Literal[

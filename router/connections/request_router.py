@@ -2,7 +2,7 @@
 
 No requests pass through it, because kvroute's routers have their own connections to replicas. Ray
 Serve sends a pickled copy of this module to each process. So all state that the rest of the router
-uses is in serve_replicas.py.
+uses is in serve_source.py.
 """
 
 import asyncio
@@ -11,15 +11,17 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import ray
+from ray.exceptions import RayError
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from kvroute.process.ray_internals import actor_of, deployment_name, routing_stats
-from kvroute.router.connections.serve_replicas import UnknownReplicaError, register
+from kvroute.router.connections.replica_source import NoReplicaError
+from kvroute.router.connections.serve_source import register
 from kvroute.wire.address import Address, address_in
 
 
 class KnownReplicas(RequestRouter):
-    """The replicas that Serve runs. Implements replicas.ServeReplicas."""
+    """The replicas that Serve runs. Implements serve_source.KnownSet."""
 
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}  # replica id -> its handle
@@ -42,14 +44,20 @@ class KnownReplicas(RequestRouter):
         return self.known.get(replica_id)
 
     async def address(self, replica_id: str) -> Address:
-        if replica := self.known.get(replica_id):
+        if (replica := self.known.get(replica_id)) is None:
+            raise NoReplicaError(replica_id)
+        try:
             return address_in(await routing_stats(replica))
-        raise UnknownReplicaError(replica_id)
+        except RayError as error:
+            raise NoReplicaError(str(error)) from error
 
     async def probe(self, replica_id: str) -> None:
         """Call a thread of the replica's process that answers even if the event loop is blocked."""
         if replica := self.known.get(replica_id):
-            await replica.get_queue_len(deadline_s=0)  # the deadline has no effect
+            try:
+                await replica.get_queue_len(deadline_s=0)  # the deadline has no effect
+            except RayError as error:
+                raise NoReplicaError(str(error)) from error
 
     async def kill(self, replica_id: str) -> None:
         if replica := self.known.get(replica_id):

@@ -6,7 +6,6 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any
 
-import ray
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -93,7 +92,7 @@ async def cluster(request: Request, models: Served) -> Response:
             "version": versions()["kvroute"],
             "stopping": request.app.state.answers.is_stopping,
             "model": models.only,
-            "ray_address": ray.get_runtime_context().gcs_address,
+            "ray_address": models.first.base.surroundings.cluster_address,
             "index": _index(healths),
             "fleets": [
                 {"model": model.name, **_replicas([health])}

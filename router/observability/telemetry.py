@@ -5,7 +5,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import quote
 
-import ray
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.unreadable import Unreadable
@@ -77,6 +76,7 @@ class Telemetry:
     async def start(
         self,
         index: Index,
+        node: str,
         *,
         fleet: Fleet,
         feed: Feed,
@@ -85,7 +85,11 @@ class Telemetry:
         blamed: PoisonList,
         queue: Queue[Any],
     ) -> None:
-        """Serve the metrics and write their address to the index, unless metrics are off."""
+        """Serve the metrics and write their address to the index, unless metrics are off.
+
+        Args:
+            node: the address of this machine.
+        """
         if self._metrics is None:
             return
         self._metrics.export(fleet, feed)
@@ -98,7 +102,6 @@ class Telemetry:
         if self._log:
             self._metrics.export_log(self._log)
         self._registry.register(Process())
-        node = ray.util.get_node_ip_address()
         exposition = await asyncio.to_thread(
             expose,
             node,

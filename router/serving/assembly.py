@@ -1,11 +1,9 @@
 """Builds the parts of a router that serve one model, in the order of their dependencies."""
 
 import random
-from collections.abc import Sequence
 from functools import partial
 
 from msgspec.structs import replace
-from ray.serve.handle import DeploymentHandle
 
 from kvroute.contract.adapters import digests
 from kvroute.contract.identity import identify
@@ -16,11 +14,11 @@ from kvroute.features.own_methods import own_methods
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import Call
-from kvroute.router.connections import serve_replicas
-from kvroute.router.connections.deployed import DeployedReplicas, read_deployed
+from kvroute.router.connections.deployed import DeployedReplicas
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.connections.replica_source import ReplicaSource
 from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.blamed import PoisonList
@@ -49,22 +47,13 @@ UNKNOWN_CONTEXT = 2**31
 class Parts:
     """The parts of one model in one router. Lifecycle starts their tasks."""
 
-    def __init__(
-        self,
-        base: RouterBase,
-        replicas: Sequence[DeploymentHandle],
-    ) -> None:
+    def __init__(self, base: RouterBase, source: ReplicaSource) -> None:
         """Build all parts.
 
         Args:
             base: what the parts are built on.
-            replicas: the handle of each deployment of the model's replicas.
+            source: the model's replicas.
         """
-        # The handles make Ray Serve tell this process the running replicas.
-        self._handles = [handle.options() for handle in replicas]
-        deployments = tuple(handle.deployment_name for handle in replicas)
-        running = partial(serve_replicas.running_replicas, deployments)
-        replica_set = partial(serve_replicas.replicas, deployments)
         self.base = base
         settings, redis, router_id = base.settings, base.redis, base.router_id
         model, cluster = base.model, base.cluster
@@ -113,7 +102,7 @@ class Parts:
             handshake=_handshake(base),
             observer=self.telemetry.observer,
             ranking=RANKINGS[settings.policy](),
-            running=running,
+            running=lambda: list(source.ids()),
             features=placing,
         )
         self.feed = Feed(self.index, self.fleet)
@@ -126,9 +115,9 @@ class Parts:
         )
 
         # The path of a request to a replica.
-        self.links = Links(replica_set, self.fleet.loads.report, tls=settings.tls)
+        self.links = Links(lambda: source, self.fleet.loads.report, tls=settings.tls)
         self.liveness = Liveness(
-            replica_set, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
+            lambda: source, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
         )
         self.holding = Holding(
             self.queue,
@@ -153,7 +142,7 @@ class Parts:
             blamed=self.blamed,
         )
         # Monitoring.
-        deployed = DeployedReplicas(partial(read_deployed, deployments))
+        deployed = DeployedReplicas(source.deployed)
         self.states = StatesReader(self.links, self.liveness, self.fleet, deployed)
 
         for side in self.features:

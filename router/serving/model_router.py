@@ -97,6 +97,7 @@ class Lifecycle:
         parts = self._parts
         await parts.telemetry.start(
             parts.index,
+            parts.base.surroundings.address,
             fleet=parts.fleet,
             feed=parts.feed,
             unreadable=parts.unreadable,

@@ -40,6 +40,7 @@ class Models:
         self.diagnosis = Diagnosis(
             connect(self.settings.redis_url),
             [model.status for model in models],
+            self.first.base.surroundings,
             own_redis=self.settings.own_redis,
         )
         self._started = int(time.time())

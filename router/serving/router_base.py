@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-import ray
-from ray import serve
 from redis.asyncio import Redis
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.features import UNREADABLE
 from kvroute.features.gate import Gate
+from kvroute.process.surroundings import Surroundings
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.settings.router import RouterSettings
 from kvroute.store.clusters import ClusterModel
@@ -28,6 +27,7 @@ class RouterBase:
     index: Index
     gate: Gate  # decides who may send requests to the router
     own: ClusterModel  # the entry that tells other clusters which model this cluster serves
+    surroundings: Surroundings
 
     @property
     def model(self) -> str:
@@ -41,14 +41,18 @@ class RouterBase:
 
     @property
     def origin(self) -> str:
-        """Return a name of this router's Ray cluster and application, for other routers."""
+        """Return a name of what this router belongs to, for other routers."""
         return f"{self.own.ray_address}/{self.own.application}"
 
 
 def router_base(
-    router_id: str, settings: RouterSettings, tokenizer: Prompts, gate: Gate
+    router_id: str,
+    settings: RouterSettings,
+    tokenizer: Prompts,
+    gate: Gate,
+    surroundings: Surroundings,
 ) -> RouterBase:
-    """Return the base of a router in this process, which Ray Serve has started."""
+    """Return the base of a router in this process."""
     redis, unreadable = connect(settings.redis_url), Unreadable(UNREADABLE)
     model, cluster = settings.served_model_name, settings.cluster
     return RouterBase(
@@ -59,10 +63,6 @@ def router_base(
         unreadable,
         Index(redis, model, cluster=cluster, unreadable=unreadable),
         gate,
-        ClusterModel(
-            cluster,
-            model,
-            ray.get_runtime_context().gcs_address,
-            serve.get_replica_context().app_name,
-        ),
+        ClusterModel(cluster, model, surroundings.cluster_address, surroundings.application),
+        surroundings,
     )

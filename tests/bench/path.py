@@ -25,7 +25,7 @@ from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import LostProcesses, deploy, local_ray
 from kvroute.local.signals import StopSignals
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.connections.serve_replicas import replicas
+from kvroute.router.connections.serve_source import ServeSource
 from kvroute.settings.serve import ServeSettings
 from kvroute.wire.link import Stream, connect
 from tests.bench.report import Row, Section
@@ -68,10 +68,10 @@ def path() -> Section:
 async def compare(url: str) -> list[Row]:
     from ray import serve
 
-    serve.get_deployment_handle("Replica", "kvroute").options()  # as a router does
-    await until(lambda: replicas(("Replica",)).ids())
-    (replica_id,) = replicas(("Replica",)).ids()
-    address = await replicas(("Replica",)).address(replica_id)
+    source = ServeSource([serve.get_deployment_handle("Replica", "kvroute")])
+    await until(source.ids)
+    (replica_id,) = source.ids()
+    address = await source.address(replica_id)
     link = await connect("replica", address.host, address.port, address.secret, within_s=10)
 
     async def direct(prompt: list[int]) -> float:

@@ -21,14 +21,13 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.identity import identify
 from kvroute.contract.records import Description, Load, ReplicaRecord
 from kvroute.features.replica_feature import ReplicaFeatures
-from kvroute.replica.deployment import Replica
 from kvroute.replica.engine_metrics import ReplicaMetrics
+from kvroute.replica.engine_server import EngineServer
 from kvroute.replica.rank import Rank
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.api.bodies import Bodies
-from kvroute.router.connections import serve_replicas
-from kvroute.router.ingress import application
+from kvroute.router.application import application
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models
@@ -102,8 +101,7 @@ async def _chats(loop: asyncio.AbstractEventLoop, recorders: Iterable[Recorder])
 
     prompts = builtin_prompts()
     rank, wired = await there(_started(prompts))
-    serve_replicas.register("replicas", wired)
-    parts = fake_parts(prompts, model=prompts.model, block_size=BLOCK)
+    parts = fake_parts(prompts, wired, model=prompts.model, block_size=BLOCK)
     identity = identify(prompts.model, revision="", block_size=BLOCK)
     parts.fleet.update([ReplicaRecord("r", "1", 0, rank.engine.facts, Load(), identity=identity)])
     links = asyncio.create_task(parts.links.run())
@@ -138,8 +136,7 @@ async def _started(prompts: Prompts) -> tuple[Rank, Wired]:
         lease_s=3.0,
         reports=dict,
     )
-    deployment: Any = Replica
-    replica = object.__new__(deployment.func_or_class)
+    replica = object.__new__(EngineServer)
     replica._features, replica._ranks = ReplicaFeatures(), [rank]
     wired = Wired({"r": replica._generate})
     await wired.servers["r"].start("127.0.0.1")

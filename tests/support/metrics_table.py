@@ -25,7 +25,6 @@ from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.connections.links import Links
-from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.middleware.caller_check import gate_of
@@ -38,7 +37,7 @@ from kvroute.settings.help import SettingsError
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from tests.support.router_parts import FEATURES_ON, builtin_prompts, fake_parts
+from tests.support.router_parts import FEATURES_ON, NoReplicas, builtin_prompts, fake_parts
 
 NOWHERE = "redis://127.0.0.1"
 
@@ -65,7 +64,7 @@ def router() -> CollectorRegistry:
     metrics.export(fleet, feed)
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
-    links = Links(lambda: replicas(()))
+    links = Links(NoReplicas)
     metrics.export_links(links)
     metrics.export_blamed(PoisonList())
     parts = fake_parts(builtin_prompts(), gate=_closed_gate(), features=FEATURES_ON)

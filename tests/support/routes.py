@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from fastapi import APIRouter
 from starlette.routing import Route
 
-from kvroute.router.ingress import core_routes, feature_routes
+from kvroute.router.application import core_routes, feature_routes
 
 
 def routes(

@@ -7,6 +7,7 @@ from typing import Self
 from kvroute.contract.generation import Generate
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
+from kvroute.router.connections.replica_source import Deployed
 from kvroute.router.dispatch.admission import AdmissionControl
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.questions import Questions
@@ -23,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Wired:
-    """Replicas in this process, in place of those that Serve runs (connections/serve_replicas.py).
+    """Replicas in this process, in place of those that Serve runs (connections/serve_source.py).
 
     `most` is the maximum number of requests of each replica, and `ranks` the number of its ranks.
     `tls` are the settings of the replicas for TLS, and `router_tls` those of the router.
@@ -91,6 +92,9 @@ class Wired:
 
     async def kill(self, replica_id: str) -> None:
         self.killed.append(replica_id)
+
+    def deployed(self) -> Deployed:
+        return Deployed(len(self._listed), dict.fromkeys(self._listed, "RUNNING"), frozenset())
 
 
 def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:

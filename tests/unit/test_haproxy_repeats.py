@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from kvroute.features import ONCE, PATHS
 from kvroute.local.haproxy.error_replies import BUFFER_BYTES
 from kvroute.local.haproxy.repeats import REPEATED
-from kvroute.router.ingress import core_routes, feature_routes
+from kvroute.router.application import core_routes, feature_routes
 from tests.support.haproxy_front import Routers, in_front_of
 from tests.support.routes import routes
 

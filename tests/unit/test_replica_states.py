@@ -8,8 +8,10 @@ import pytest
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.schema import DeploymentDetails, DeploymentSchema, ReplicaDetails
 
-from kvroute.router.connections.deployed import Deployed, DeployedReplicas, deployed
+from kvroute.router.connections.deployed import DeployedReplicas
+from kvroute.router.connections.replica_source import Deployed, NoReplicaError
 from kvroute.router.connections.replica_states import ReplicaStates, combine
+from kvroute.router.connections.serve_source import deployed
 
 
 def of_two(in_serve: Mapping[str, str] | None, connected: str = "ab", **more: str) -> ReplicaStates:
@@ -117,6 +119,6 @@ async def test_a_controller_that_hangs_is_asked_once_and_delays_only_the_first()
 
 async def test_without_a_controller_the_number_of_wanted_replicas_is_unknown() -> None:
     def read() -> Deployed:
-        raise ValueError("no actor")
+        raise NoReplicaError("no actor")
 
     assert await DeployedReplicas(read).get() is None

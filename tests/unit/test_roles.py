@@ -3,7 +3,7 @@
 import pytest
 
 from kvroute.features.gate import ROLES
-from kvroute.router.ingress import core_routes
+from kvroute.router.application import core_routes
 from kvroute.router.middleware.caller_check import roles_for
 from tests.support.routes import routes
 

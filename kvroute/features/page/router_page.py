@@ -9,7 +9,6 @@ from kvroute.features.page.recorder import Recorder
 from kvroute.features.page.traffic import Traffic
 from kvroute.features.page.view import View
 from kvroute.features.router_feature import RouterFeature
-from kvroute.process.draining import draining
 from kvroute.router.observability.observers import RequestObservers
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class RouterPage(RouterFeature):
 
     def attach(self, parts: "Parts") -> None:
         self.recorder = Recorder(self._traffic, parts.fleet, parts.queue)
-        self.live = Live(View(parts, self._decisions).snapshot, draining)
+        self.live = Live(View(parts, self._decisions).snapshot, parts.base.surroundings.draining)
 
     def tasks(self) -> Mapping[str, Coroutine[Any, Any, None]]:
         return {"recorder": self.recorder.run()}

@@ -57,7 +57,7 @@ BATCH = Urgency("batch")
 class Production:
     """kvroute: fleet, queue, features and messages of a real router, on the clock of the replay."""
 
-    report_s = 0.25  # seconds between two reports: REPORT_INTERVAL_S in replica/deployment.py
+    report_s = 0.25  # seconds between two reports: REPORT_INTERVAL_S in replica/engine_server.py
     report_age_s = 0.002  # seconds until a report reaches the router
 
     def __init__(self, setup: Setup, rng: random.Random, *, policy: str = "") -> None:

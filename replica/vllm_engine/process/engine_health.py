@@ -10,7 +10,7 @@ from dataclasses import dataclass
 # dead.
 STOPPED_CHECKS = 3
 # Number of consecutive checks during one step after which the engine is declared dead. With two
-# checks per second (deployment.py), these are five minutes, which is also vLLM's limit for workers.
+# checks per second (engine_server.py), these are five minutes, vLLM's own limit for workers, too.
 STUCK_CHECKS = 600
 
 

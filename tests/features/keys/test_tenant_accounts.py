@@ -25,7 +25,7 @@ from kvroute.features.keys.key_file import new_file, write
 from kvroute.features.keys.key_gate import KeyGate
 from kvroute.features.keys.limits import OTHER
 from kvroute.router.api.errors import ApiError
-from kvroute.router.ingress import _refuse
+from kvroute.router.application import _refuse
 from kvroute.store.connection import connect
 from kvroute.store.keys import key_prefix
 

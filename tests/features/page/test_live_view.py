@@ -11,7 +11,6 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
@@ -20,9 +19,10 @@ from kvroute.features.figure import Figure
 from kvroute.features.page.decisions import DECISIONS, RECEIPT_REPLICAS, Decisions
 from kvroute.features.page.view import View
 from kvroute.features.router_feature import RouterFeature
-from kvroute.router.connections.deployed import Deployed, DeployedReplicas
+from kvroute.router.connections.deployed import DeployedReplicas
 from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.connections.peers import PeerSubscriber
+from kvroute.router.connections.replica_source import Deployed, NoReplicaError
 from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.observers import RequestObservers
@@ -68,7 +68,7 @@ class Serving:
 
     async def probe(self, replica_id: str) -> None:
         if replica_id in self.hung:
-            raise RayActorError
+            raise NoReplicaError(replica_id)
 
     async def kill(self, replica_id: str) -> None: ...
 

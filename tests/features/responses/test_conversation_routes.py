@@ -26,7 +26,7 @@ from kvroute.features.responses.stores.response_store import Responses
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.ingress import _refuse
+from kvroute.router.application import _refuse
 from tests.features.responses.stored_conversations import (
     MB,
     conversation_objects,

@@ -19,7 +19,7 @@ from kvroute.features.responses.stores.response_store import Responses
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.ingress import _refuse
+from kvroute.router.application import _refuse
 from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.store.connection import connect
 from tests.features.responses.stored_conversations import (

@@ -16,7 +16,7 @@ from kvroute.features.responses.router_responses import RouterResponses
 from kvroute.features.responses.stores.response_store import Responses
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.ingress import _refuse
+from kvroute.router.application import _refuse
 from tests.features.responses.stored_conversations import side_of, stored_conversations
 from tests.features.responses.test_background import MB, Router, endless, running
 

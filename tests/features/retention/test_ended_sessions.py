@@ -21,7 +21,7 @@ from kvroute.features.retention.replica_retention import ReplicaRetention
 from kvroute.features.retention.router_retention import RouterRetention, report_end
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import session_number
-from kvroute.router.ingress import _refuse
+from kvroute.router.application import _refuse
 from kvroute.router.middleware.caller_check import CallerCheck
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
