@@ -141,11 +141,17 @@ class EngineServer:
                 # This raises the task's error. Without the task, the index would become wrong.
                 task.result()
 
-    async def close(self) -> None:
-        """Close everything after all requests have finished."""
+    @property
+    def attached_to(self) -> str:
+        """Return the address of the attached server; empty: the engine is kvroute's own."""
+        return self._ranks[0].engine.facts.server
+
+    async def close(self, *, at_once: bool = False) -> None:
+        """Close everything after all requests have finished; at once: their answers end."""
         self._server.stop()
-        await self._server.idle()
-        await self._stay()
+        if not at_once:
+            await self._server.idle()
+            await self._stay()
         await self._server.close()
         for task in self._tasks:
             task.cancel()

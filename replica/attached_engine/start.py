@@ -37,6 +37,16 @@ async def start_attached(
     If the server is removed from the list meanwhile, another one is claimed.
     """
     redis = connect(settings.redis_url)
+    try:
+        return await _claimed_engines(redis, settings, folder, replica_id)
+    except BaseException:
+        await redis.aclose()
+        raise
+
+
+async def _claimed_engines(
+    redis: Redis, settings: ReplicaSettings, folder: str, replica_id: str
+) -> list[AttachedEngine]:
     servers = AttachedServers(
         redis,
         settings.served_model_name,

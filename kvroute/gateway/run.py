@@ -1,0 +1,137 @@
+"""Runs a router and the agents of all attached servers until a signal arrives."""
+
+import asyncio
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import uvicorn
+
+from kvroute.gateway.agents import Agents
+from kvroute.gateway.surroundings import OneProcess
+from kvroute.local.attach import Attached, attached
+from kvroute.local.before_start import OF_OPTIONS, examine
+from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
+from kvroute.local.launch import cluster_id, first_steps, is_local_only
+from kvroute.local.ports import reserve
+from kvroute.local.progress import StartProgress
+from kvroute.local.running import registered
+from kvroute.local.signals import STOPPING
+from kvroute.machine.problem import StartError
+from kvroute.router.assembled import AssembledRouter
+from kvroute.settings.model_settings import Detected, ModelSettings
+from kvroute.settings.replica import ReplicaSettings
+from kvroute.settings.router import RouterSettings
+from kvroute.settings.serve import ServeSettings
+
+KEEP_ALIVE_S = 90  # seconds until an idle connection of a client is closed
+
+
+def run(settings: ServeSettings) -> int:
+    """Serve until a signal arrives. Return the exit code: 0, or 1 if the start failed."""
+    progress = StartProgress()
+    private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))
+    try:
+        with ExitStack() as running:
+            return _serve(settings, private, progress, running)
+    except StartError as error:
+        progress.fail(str(error))
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _serve(
+    settings: ServeSettings, private: Path, progress: StartProgress, running: ExitStack
+) -> int:
+    examine(OF_OPTIONS, settings, progress)
+    port = running.enter_context(reserve(settings.host, settings.port))
+    found = attached(settings, progress, time.sleep, time.monotonic() + settings.start_timeout_s)
+    url = settings.redis_url
+    if not url:
+        url = running.enter_context(embedded_redis(progress.step, within=private))
+        progress.step(f"Redis {check_redis(url)} started at {without_password(url)}")
+    model = _model(found, url)
+    port.close()
+    return asyncio.run(_run(found.settings, model, progress))
+
+
+def _model(found: Attached, redis_url: str) -> ModelSettings:
+    settings = found.settings
+    (model,) = settings.resolve(
+        [Detected(settings.per_model[0].model, 0, found.model)],
+        redis_url=redis_url,
+        cluster=cluster_id(socket.gethostname(), settings.port),
+        local_only=is_local_only(settings),
+    )
+    return model
+
+
+async def _run(settings: ServeSettings, model: ModelSettings, progress: StartProgress) -> int:
+    surroundings = OneProcess(settings.host, model.cluster)
+    agents = Agents(ReplicaSettings.model_validate(model.for_replicas()), surroundings)
+    following = asyncio.create_task(agents.run(), name="agents")
+    router = await AssembledRouter.start(
+        [(RouterSettings.model_validate(model.for_routers()), agents)], surroundings
+    )
+    server = uvicorn.Server(
+        uvicorn.Config(
+            router.application(),
+            host=settings.host,
+            port=settings.port,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+    )
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    serving = asyncio.create_task(_quietly(server), name="http")
+    for number in STOPPING:
+        loop.add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait())
+    url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
+    with registered(url):
+        await _ready(server, agents)
+        for line in first_steps(url, model.served_model_name, settings):
+            progress.say(line)
+        progress.say(f"kvroute ready at {url}", style="bold green")
+        await asyncio.wait([serving, following, stopping], return_when=asyncio.FIRST_COMPLETED)
+    for number in STOPPING:
+        loop.remove_signal_handler(number)
+    surroundings.drain()
+    if await router.stop():
+        progress.step("waiting for the running answers")
+    server.should_exit = True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(settings.drain_s):
+            await asyncio.shield(serving)
+    router.end_answers()
+    following.cancel()
+    await asyncio.gather(serving, following, return_exceptions=True)
+    await router.close()
+    return 0
+
+
+async def _quietly(server: uvicorn.Server) -> None:
+    """Serve without uvicorn's own signal handlers."""
+    await server._serve()
+
+
+async def _ready(server: uvicorn.Server, agents: Agents) -> None:
+    """Wait until the endpoint listens and at least one server can be used."""
+    while not (server.started and agents.ids()):
+        await asyncio.sleep(0.02)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
