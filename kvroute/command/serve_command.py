@@ -16,22 +16,20 @@ from kvroute.settings.serve import OPTIONS, ServeSettings, load
 
 def serve(command_line: Any) -> None:
     """Start a cluster and serve it until Ctrl-C."""
-    _run(asdict(command_line))
+    from kvroute.local.launch import run
+
+    raise typer.Exit(run(_settings(asdict(command_line), NO_ARGUMENTS)))
 
 
 def attach(command_line: Any) -> None:
     """Route requests to vLLM servers that you run already, until Ctrl-C.
 
     kvroute starts no engine. It prefers the server that has cached most of a prompt. The options
-    are those of kvroute serve.
+    are those of kvroute serve. Those that need a cluster work only with kvroute serve --attach.
     """
-    _run(asdict(command_line), arguments={"attach": "URL"})
+    from kvroute.gateway.run import run
 
-
-def _run(values: dict[str, Any], arguments: Mapping[str, str] = NO_ARGUMENTS) -> None:
-    from kvroute.local.launch import run
-
-    raise typer.Exit(run(_settings(values, arguments)))
+    raise typer.Exit(run(_settings(asdict(command_line), {"attach": "URL"})))
 
 
 def _settings(values: Mapping[str, Any], arguments: Mapping[str, str]) -> ServeSettings:
@@ -87,8 +85,12 @@ def _default(field: FieldInfo) -> str:
 
 
 _SERVERS = Annotated[
-    list[str],
-    typer.Argument(metavar="URL", help="Address of a server: http://HOST:PORT."),
+    list[str] | None,
+    typer.Argument(
+        metavar="URL",
+        help="Address of a server: http://HOST:PORT. --attach-file names a file of addresses.",
+        show_default=False,
+    ),
     BASIC,
 ]
 
@@ -96,5 +98,5 @@ _SERVERS = Annotated[
 ServeOptions = make_dataclass("ServeOptions", _fields("serve"))
 AttachOptions = make_dataclass(  # here, --attach is replaced by arguments
     "AttachOptions",
-    [("attach", _SERVERS), *(field for field in _fields("attach") if field[0] != "attach")],
+    [("attach", _SERVERS, None), *(field for field in _fields("attach") if field[0] != "attach")],
 )

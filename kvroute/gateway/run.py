@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import signal
 import socket
 import tempfile
 import time
@@ -10,8 +9,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from kvroute.gateway.agents import Agents
+from kvroute.gateway.request_ids import AnsweredIds
 from kvroute.gateway.surroundings import OneProcess
 from kvroute.local.attach import Attached, attached
 from kvroute.local.before_start import OF_OPTIONS, examine
@@ -23,6 +24,7 @@ from kvroute.local.running import registered
 from kvroute.local.signals import STOPPING
 from kvroute.machine.problem import StartError
 from kvroute.router.assembled import AssembledRouter
+from kvroute.router.middleware.serve_headers import middlewares
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
@@ -50,6 +52,7 @@ def run(settings: ServeSettings) -> int:
 def _serve(
     settings: ServeSettings, private: Path, progress: StartProgress, running: ExitStack
 ) -> int:
+    _check(settings)
     examine(OF_OPTIONS, settings, progress)
     port = running.enter_context(reserve(settings.host, settings.port))
     found = attached(settings, progress, time.sleep, time.monotonic() + settings.start_timeout_s)
@@ -60,6 +63,30 @@ def _serve(
     model = _model(found, url)
     port.close()
     return asyncio.run(_run(found.settings, model, progress))
+
+
+def _check(settings: ServeSettings) -> None:
+    """Check that there are servers, and that no option needs a cluster. Raises StartError."""
+    if not settings.attach and settings.attach_file is None:
+        raise StartError(
+            "there are no servers; run kvroute attach http://HOST:PORT, with the address of each "
+            "vLLM server, or name a file of addresses with --attach-file"
+        )
+    needs = {
+        "--own-replicas": settings.own_replicas,
+        "several models": len(settings.per_model) > 1,
+    }
+    for what, is_wanted in needs.items():
+        if is_wanted:
+            raise StartError(
+                f"{what} needs a cluster, and kvroute attach starts none; use kvroute serve "
+                "--attach URL with the same options"
+            )
+    if settings.routers > 1:
+        raise StartError(
+            f"--routers is {settings.routers}, and kvroute attach is one router; start kvroute "
+            "attach several times with one --redis-url, behind a load balancer"
+        )
 
 
 def _model(found: Attached, redis_url: str) -> ModelSettings:
@@ -82,12 +109,13 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
     )
     server = uvicorn.Server(
         uvicorn.Config(
-            router.application(),
+            _served(router),
             host=settings.host,
             port=settings.port,
             lifespan="off",
             log_config=None,
             access_log=False,
+            server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
@@ -116,10 +144,18 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
         async with asyncio.timeout(settings.drain_s):
             await asyncio.shield(serving)
     router.end_answers()
+    await router.close()
     following.cancel()
     await asyncio.gather(serving, following, return_exceptions=True)
-    await router.close()
     return 0
+
+
+def _served(router: AssembledRouter) -> ASGIApp:
+    """Return the application of a router, with what Ray Serve and HAProxy would add to it."""
+    app: ASGIApp = AnsweredIds(router.application())
+    for middleware in reversed(middlewares()):
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
+    return app
 
 
 async def _quietly(server: uvicorn.Server) -> None:
@@ -131,7 +167,3 @@ async def _ready(server: uvicorn.Server, agents: Agents) -> None:
     """Wait until the endpoint listens and at least one server can be used."""
     while not (server.started and agents.ids()):
         await asyncio.sleep(0.02)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,10 +1,14 @@
 """The surroundings of a router that runs with its agents in one process."""
 
 import asyncio
+import logging
 import os
+import socket
 from typing import Any
 
-LOOPBACK = "127.0.0.1"
+from kvroute.local.ray_cluster import WILDCARD_ADDRESSES
+
+FORMAT = "%(asctime)s %(levelname)s %(message)s"
 
 
 class OneProcess:
@@ -18,7 +22,7 @@ class OneProcess:
     application = "kvroute"
 
     def __init__(self, host: str, cluster: str) -> None:
-        self.address = host
+        self.address = _own_address(host)
         self.cluster_address = f"{cluster}:{os.getpid()}"
         self._ends = asyncio.Event()
 
@@ -30,7 +34,25 @@ class OneProcess:
         await self._ends.wait()
 
     def log(self, model: str | None) -> None:
-        """Write records to the terminal, which shows warnings only."""
+        """Write warnings to standard error."""
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(FORMAT))
+        ours = logging.getLogger("kvroute")
+        ours.handlers = [handler]
+        ours.setLevel(logging.WARNING)
+        ours.propagate = False
 
     async def facts(self, port: int) -> dict[str, Any]:
         return {"host": self.address, "nodes": None, "serve": None}
+
+
+def _own_address(host: str) -> str:
+    """Return an address at which other machines reach this one, if it listens on all addresses."""
+    if host not in WILDCARD_ADDRESSES:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent; this only chooses a route
+        except OSError:
+            return WILDCARD_ADDRESSES[host]
+        return str(probe.getsockname()[0])

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -45,7 +47,10 @@ class ServerConnection:
             headers=dict(headers),
             timeout=httpx.Timeout(None, connect=CONNECT_S),
             transport=httpx.AsyncHTTPTransport(
-                uds=None if socket is None else str(socket), limits=limits, trust_env=False
+                verify=_certificates() if url.startswith("https:") else False,
+                uds=None if socket is None else str(socket),
+                limits=limits,
+                trust_env=False,
             ),
             trust_env=False,
         )
@@ -140,6 +145,12 @@ class ServerConnection:
     async def close(self) -> None:
         """Close the connections to the server."""
         await self.client.aclose()
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Return the certificates that this machine trusts; all connections of a process share them."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _kind(facts: ServerFacts) -> tuple[str, list[str], list[tuple[int, int]]]:

