@@ -74,7 +74,8 @@ def _check(settings: ServeSettings) -> None:
         )
     needs = {
         "--own-replicas": settings.own_replicas,
-        "several models": len(settings.per_model) > 1,
+        f"--routers {settings.routers}": settings.routers > 1,
+        "serving several models": len(settings.per_model) > 1,
     }
     for what, is_wanted in needs.items():
         if is_wanted:
@@ -82,11 +83,6 @@ def _check(settings: ServeSettings) -> None:
                 f"{what} needs a cluster, and kvroute attach starts none; use kvroute serve "
                 "--attach URL with the same options"
             )
-    if settings.routers > 1:
-        raise StartError(
-            f"--routers is {settings.routers}, and kvroute attach is one router; start kvroute "
-            "attach several times with one --redis-url, behind a load balancer"
-        )
 
 
 def _model(found: Attached, redis_url: str) -> ModelSettings:

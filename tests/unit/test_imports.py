@@ -59,6 +59,7 @@ ORDER = (
     "kvroute.local.haproxy",
     "kvroute.machine",
     "kvroute.local",
+    "kvroute.gateway",
     "kvroute.controller",
     "kvroute.client",
     "kvroute.doctor",
