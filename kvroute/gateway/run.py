@@ -30,8 +30,6 @@ from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
 from kvroute.settings.serve import ServeSettings
 
-KEEP_ALIVE_S = 90  # seconds until an idle connection of a client is closed
-
 
 def run(settings: ServeSettings) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if the start failed."""
@@ -112,7 +110,7 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=round(settings.idle_timeout_s),
             ssl_certfile=settings.tls_cert,
             ssl_keyfile=settings.tls_key,
         )
