@@ -163,8 +163,14 @@ def test_a_recording_is_transcribed_elsewhere_when_its_replica_dies(cluster: Clu
     undisturbed = posted(cluster, long).json()
     with ThreadPoolExecutor(6) as pool:
         asking = [pool.submit(posted, cluster, long) for _ in range(6)]
-        wait_until(lambda: busy_replicas(cluster))
-        os.kill(busy_replicas(cluster)[0], signal.SIGKILL)
+        busy = list[int]()
+
+        def is_any_busy() -> bool:
+            busy[:] = busy_replicas(cluster)
+            return bool(busy)
+
+        wait_until(is_any_busy)
+        os.kill(busy[0], signal.SIGKILL)
         answers = [each.result() for each in asking]
     assert [answer.status_code for answer in answers] == [200] * 6
     assert all(answer.json() == undisturbed for answer in answers)

@@ -162,13 +162,21 @@ def test_who_is_refused_comes_again_and_succeeds(cluster: Cluster, holder: str) 
     refused = httpx.post(url(cluster), json=body("hurried", 2), headers=headers, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "no_seat")
     assert int(refused.headers["retry-after"]) >= 1
-    again = client(cluster, "hurried", **{DEADLINE: "0.3"})
-    with ThreadPoolExecutor(1) as pool:
+    statuses = list[int]()
+    with (
+        openai.DefaultHttpxClient(
+            event_hooks={"response": [lambda response: statuses.append(response.status_code)]}
+        ) as watched,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        again = client(cluster, "hurried", **{DEADLINE: "0.3"}).with_options(
+            http_client=watched, max_retries=10
+        )
         asked = pool.submit(lambda: again.chat.completions.create(**body("hurried", 2)))
-        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 1)
-        wait_until(lambda: seats(cluster)["all_routers"]["waiting"] == 0)
+        wait_until(lambda: statuses)
         end(cluster, holder)
         assert asked.result().choices
+    assert (statuses[0], statuses[-1]) == (429, 200)
     end(cluster, "hurried")
 
 
