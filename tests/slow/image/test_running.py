@@ -13,11 +13,13 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.containers import Container, ContainerNetwork
 from tests.support.documents import ROOT, steps, words
 from tests.support.images import IMAGE
+from tests.support.waiting import wait_until
 from tests.support.workloads import ask, user
 
 pytestmark = pytest.mark.timeout(1800)
 PAGE = ROOT / "docs" / "operations" / "image.md"
 PREPARES = "preparing SmolLM2"  # the first start on a new volume converts the model
+READY = re.compile(r"^ *([\d.]+) s  replica", flags=re.MULTILINE)
 GRACE_S = 60  # as the page says
 
 
@@ -50,8 +52,8 @@ def openai(container: Container) -> OpenAI:
 
 def test_it_is_ready(first: Container) -> None:
     assert PREPARES in first.logs()
-    ready = re.findall(r"^ *([\d.]+) s  replica", first.logs(), flags=re.MULTILINE)
-    print(f"ready after {ready[-1]} s")
+    wait_until(lambda: READY.search(first.logs()))  # printed after the first answer of /health
+    print(f"ready after {READY.findall(first.logs())[-1]} s")
 
 
 def test_it_runs_as_user_1000_and_cannot_change_its_root(first: Container) -> None:
