@@ -27,7 +27,7 @@ def attach(command_line: Any) -> None:
     kvroute starts no engine. It prefers the server that has cached most of a prompt. The options
     are those of kvroute serve. Those that need a cluster work only with kvroute serve --attach.
     """
-    from kvroute.gateway.run import run
+    from kvroute.gateway.start_gateway import run
 
     raise typer.Exit(run(_settings(asdict(command_line), {"attach": "URL"})))
 

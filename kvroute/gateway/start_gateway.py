@@ -12,8 +12,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvroute.gateway.agents import Agents
+from kvroute.gateway.own_surroundings import OneProcess
 from kvroute.gateway.request_ids import AnsweredIds
-from kvroute.gateway.surroundings import OneProcess
 from kvroute.local.attach import Attached, attached
 from kvroute.local.before_start import OF_OPTIONS, examine
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
