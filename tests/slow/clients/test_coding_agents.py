@@ -1,7 +1,8 @@
 """Coding agents and libraries for agents finish sessions of ten turns with tools, and hit caches.
 
 A script stands in for the model, since the prompts of these agents take minutes on a CPU. Its two
-servers are attached. One of them, which answers the session, is killed in the middle.
+servers are attached. One of them, which answers the session, is killed in the middle. A short
+session of Codex has a real engine.
 """
 
 import hashlib
@@ -157,6 +158,26 @@ def test_codex_compacts_a_long_session(
     assert (tmp_path / "last").read_text() == SAID
     turns = [turn for server in servers for turn in server.turns()]
     assert len(turns) < TURNS
+
+
+def test_codex_on_a_real_engine(npm: Path, tmp_path: Path) -> None:
+    """The prompt has 20,000 tokens, and the model is too small to say something sensible."""
+    few = {"tool_call_parser": "hermes", "override_generation_config": {"max_new_tokens": 8}}
+    options = ("--max-model-len", "40960", "--kv-cache-memory-mb", "2500", "--replicas", "1")
+    with start_cluster(
+        *options,
+        *("--engine-args", json.dumps(few)),
+        env={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"},
+    ) as real:
+        name = httpx.get(f"{real.url}/v1/models").json()["data"][0]["id"]
+        (tmp_path / "config.toml").write_text(CODEX.format(model=name, url=real.url))
+        codex = (npm / "node_modules/.bin/codex", "exec", "--skip-git-repo-check", "--json")
+        for turn in (("Hello.",), ("resume", "--last", "And again.")):
+            printed = run(*codex, *turn, folder=tmp_path, env={"CODEX_HOME": str(tmp_path)})
+            end = json.loads(printed.splitlines()[-1])
+            assert end["type"] == "turn.completed", printed
+    usage = end["usage"]
+    assert usage["cached_input_tokens"] > CACHED_SHARE * usage["input_tokens"], usage
 
 
 def test_claude_code(
