@@ -271,13 +271,17 @@ TRUST = "--trust-request-chat-template"  # vLLM names it in chats up to 0.31
 
 
 def comparable(data: bytes | str) -> str:
-    """Remove random ids, times, and numbers that depend on the cache."""
+    """Remove random ids, times, and numbers that depend on the cache.
+
+    vLLM counts all of the prompt in the first event of a message, and kvroute not the cached part.
+    """
     text = data if isinstance(data, str) else data.decode()
     text = re.sub(r'"(created|created_at|completed_at)":\s?[\d.]+', r'"\1":0', text)
     text = re.sub(r"\b(chatcmpl-tool|call_|msg_|resp_|rs_|fc_|chatcmpl|cmpl)[-\w]+", r"\1", text)
     text = re.sub(r'"(id|item_id)":"[0-9a-f]{16}"', r'"\1":""', text)  # vLLM 0.31's item ids
     text = text.replace("--engine-arg trust_request_chat_template=true", TRUST)
     text = re.sub(r'"signature":"\w+"', '"signature":""', text)
+    text = re.sub(r'("type":"message_start".*?"usage":)\{[^}]*\}', r"\1{}", text)
     text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # the last digits depend on the cache
     return re.sub(r'"(\w*cached_tokens|\w*cache_\w+)":\s?(\d+|null)', r'"\1":0', text)
 

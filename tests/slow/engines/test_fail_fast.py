@@ -98,13 +98,14 @@ def test_many_bad_items_have_no_more_errors_than_one(
 
 
 USER = {"role": "user"}
-PARTS = [{"type": "input_text", "text": "a"}, PART]
+TEXT = [{"type": "input_text", "text": "a"}]
+PARTS = [*TEXT, PART]
 CAUSES: list[tuple[str, Body, str]] = [
     (MESSAGES, {"messages": [USER | {"content": [PART]}]}, "messages.0.content.0.type is nothing"),
     (RESPONSES, {"input": [USER | {"content": PARTS}]}, "input.0.content.1.type is nothing"),
     (RESPONSES, {"input": [USER | {"content": 5}]}, "input.0.content is 5"),
     (RESPONSES, {"input": [PART]}, "input.0.type is nothing; expected 'message', 'file_search"),
-    (RESPONSES, {"input": [{"role": "x", "content": PARTS}]}, "input.0.role is x; expected 'user'"),
+    (RESPONSES, {"input": [{"role": "x", "content": TEXT}]}, "input.0.role is x; expected 'user'"),
     (
         RESPONSES,
         {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
