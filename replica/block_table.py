@@ -19,6 +19,7 @@ from kvroute.replica.engine.kv_events import (
     BlockStored,
     EventsLost,
     KVEvent,
+    LayoutChanged,
     Transfers,
 )
 
@@ -125,19 +126,26 @@ class BlockTable:
             group_entries: For each of the engine's groups, the number of its entry in the layout.
                 None: the group takes no part in prefix caching.
         """
-        entries: dict[int, list[_CacheGroup]] = {}
-        self._groups = [
-            None if entry is None else _add_group(entry, entries) for entry in group_entries
-        ]
-        self._has_host = any(entry >= HOST_GROUPS for entry in entries)
-        self._published = [groups[0].published for groups in entries.values()]
         # Published blocks in host memory of the layout's first entry. The first entry is full
         # attention if the model has any.
-        self.in_host = entries[HOST_GROUPS][0].published if HOST_GROUPS in entries else {}
+        self.in_host: dict[BlockHash, Fingerprint] = {}
+        self._divide(group_entries)
         # Differences from the last BlocksHeld event. None: there was none.
         self.compared: Comparison | None = None
         # The part of them in host memory. None: there is no host tier.
         self.compared_in_host: Comparison | None = None
+
+    def _divide(self, group_entries: Sequence[int | None]) -> None:
+        """Begin with empty groups; see `__init__`."""
+        self.in_host.clear()
+        entries: dict[int, list[_CacheGroup]] = {}
+        published = {HOST_GROUPS: self.in_host}
+        self._groups = [
+            None if entry is None else _add_group(entry, entries, published.setdefault(entry, {}))
+            for entry in group_entries
+        ]
+        self._has_host = any(entry >= HOST_GROUPS for entry in entries)
+        self._published = [*published.values()]
 
     def __len__(self) -> int:
         return sum(map(len, self._published))
@@ -160,6 +168,9 @@ class BlockTable:
                     self._clear(changes)
                 case BlocksHeld():
                     self._reconcile(event, changes)
+                case LayoutChanged():
+                    self._divide(event.group_entries)
+                    changes.clear()
                 case Transfers():
                     pass  # BlockStored and BlockRemoved report the same blocks
                 case EventsLost():
@@ -188,10 +199,12 @@ class BlockTable:
         changes.clear()
 
 
-def _add_group(entry: int, entries: dict[int, list[_CacheGroup]]) -> _CacheGroup:
+def _add_group(
+    entry: int, entries: dict[int, list[_CacheGroup]], published: dict[BlockHash, Fingerprint]
+) -> _CacheGroup:
     """Add a group to the entry, link it with the entry's other groups, and return it."""
     others = entries.setdefault(entry, [])
-    group = _CacheGroup(entry, others[0].published if others else {})
+    group = _CacheGroup(entry, published)
     for other in others:
         other.others.append(group)
         group.others.append(other)

@@ -16,10 +16,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+from msgspec import structs
+
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import Description, Load
 from kvroute.replica.block_table import BlockTable, Changes
-from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent
+from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent, LayoutChanged
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.index import BATCH_BLOCKS, FencedError, Index
@@ -102,6 +104,11 @@ class Publisher:
         Call this in the order of the engine's events. The queue has at most twice as many
         fingerprints as the engine has blocks, or one batch if that is more.
         """
+        for event in events:
+            if isinstance(event, LayoutChanged):  # `run` then registers again
+                self._description = structs.replace(self._description, facts=event.facts)
+                self._is_registered = False
+                self._changed.set()
         self.table.apply(events, self._changes)
         if self._changes and self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
@@ -169,13 +176,14 @@ class Publisher:
         """
         if self._was_registered:
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
+        description = self._description
         self._writer_state = WriterState(self._replica_id, uuid.uuid4().hex[:12])
         self._plan_renewal()
         self._writer_state = await self._index.register(
             self._replica_id,
             self._writer_state.incarnation,
             replaces=not self._was_registered,
-            description=self._description,
+            description=description,
             load=self._load(),
             lease_s=self._lease_s,
         )
@@ -184,16 +192,19 @@ class Publisher:
         self.registrations += 1
         self._written_s = time.monotonic()
         self._changes = Changes(added=set(self.table.held()))
-        self._is_registered = True
+        self._is_registered = self._description is description
         self._changed.set()
 
     async def _write_changes(self) -> None:
+        """Write changes until the description has changed."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._renewal_s):
                     await self._changed.wait()
                     await asyncio.sleep(BATCH_S)
             self._changed.clear()
+            if not self._is_registered:
+                return
             changes, self._changes = self._changes, Changes()
             checks = [*self.checks]
             held = set(self.table.held()) if checks else set()

@@ -14,12 +14,12 @@ from msgspec import structs
 
 from kvroute.blocks.tiers import DISK, GROUPS, HOST
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
-from kvroute.contract.records import Description, Load
+from kvroute.contract.records import Description, EngineFacts, Load
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.copy_speed import CopySpeed
-from kvroute.replica.engine.kv_events import KVEvent, Transfers
+from kvroute.replica.engine.kv_events import KVEvent, LayoutChanged, Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import MissedShare, make_ghosts
@@ -50,12 +50,7 @@ class Rank:
         table = BlockTable(engine.group_entries)
         self.ghosts = make_ghosts(engine, table)
         self.missed_share = MissedShare(self.ghosts)
-        tiers = engine.facts.tiers
-        self._copies = {tier: CopySpeed(facts.bytes_per_s) for tier, facts in tiers.items()}
-        # Number of KV cache groups in the engine's own memory. Each slower tier has as many groups.
-        entries = engine.group_entries
-        in_tiers = {entry // GROUPS for entry in entries if entry is not None}
-        self._groups = len(entries) // max(1, len(in_tiers))
+        self._divide(engine.facts, engine.group_entries)
         self._metrics = metrics
         self._reports = reports
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
@@ -67,6 +62,13 @@ class Rank:
             load=self._load,
             lease_s=lease_s,
         )
+
+    def _divide(self, facts: EngineFacts, entries: Sequence[int | None]) -> None:
+        """Measure the copies of each slower tier, and count the engine's groups."""
+        self._copies = {tier: CopySpeed(each.bytes_per_s) for tier, each in facts.tiers.items()}
+        # Number of KV cache groups in the engine's own memory. Each slower tier has as many groups.
+        in_tiers = {entry // GROUPS for entry in entries if entry is not None}
+        self._groups = len(entries) // max(1, len(in_tiers))
 
     def follow_events(self) -> "asyncio.Task[None]":
         """Start the task that publishes the engine's events until it is cancelled."""
@@ -89,6 +91,8 @@ class Rank:
         for event in events:
             if isinstance(event, Transfers):
                 self._record_copies(event, time.monotonic())
+            elif isinstance(event, LayoutChanged):
+                self._divide(event.facts, event.group_entries)
 
     def _record_copies(self, moved: Transfers, now_s: float) -> None:
         if host := self._copies.get(HOST):

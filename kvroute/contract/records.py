@@ -65,7 +65,7 @@ class TierFacts(Struct, frozen=True):
 
 
 class EngineFacts(Struct, frozen=True, omit_defaults=True):
-    """Properties of an engine that never change."""
+    """Properties of an engine that do not change while its replica is registered."""
 
     block_size: AtLeastOne  # tokens of one fingerprint
     capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens

@@ -37,13 +37,14 @@ from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import ServerFacts, load_of
 from kvroute.replica.attached_engine.server_rendering import render
 from kvroute.replica.attached_engine.wire import decode_batch
-from kvroute.replica.engine.kv_events import AllBlocksCleared, BlocksHeld, KVEvent
+from kvroute.replica.engine.kv_events import AllBlocksCleared, BlocksHeld, KVEvent, LayoutChanged
 from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import Engine
 
 log = logging.getLogger("kvroute.attached")
 
 RANK_HEADER = "x-data-parallel-rank"  # the rank that is to run the request
+MAX_BLOCKS = 10_000_000  # blocks of a server that are followed: bounds this process's memory
 CATCH_UP_S = 5.0  # seconds that a server which is back waits for its KV cache events
 
 
@@ -62,8 +63,6 @@ class AttachedEngine(Engine):
 
     It has no pins and no order of eviction of its own. Its answers cannot be continued elsewhere.
     """
-
-    group_entries = (0,)
 
     def __init__(
         self,
@@ -89,7 +88,10 @@ class AttachedEngine(Engine):
         self._space = space
         self._model = server.model
         self._adapters = tuple(server.adapters)  # LoRA adapters; the server has loaded all of them
+        self._server_blocks = facts.capacity_blocks  # the server's own blocks
         self._cached = ServerBlocks(space)
+        self._layout = self._cached.layout  # the layout that was published last
+        self.group_entries: Sequence[int | None] = self._cached.groups.group_entries
         self._sent = SentBlocks(facts.capacity_blocks)
         events = server.ranks[rank].events if facts.prefix_caching else None
         self._source = (
@@ -283,17 +285,29 @@ class AttachedEngine(Engine):
                 continue
             if len(self._skipped) > kinds:
                 log.info("events of %s of unknown kinds: %s", self._connection.url, self._skipped)
-            self._queue(changes)
+            self._publish(changes)
             self._cached.reports_hits |= not source.is_complete
-            if len(self._cached) > self.facts.capacity_blocks:
+            if len(self._cached) > self._server_blocks or self._cached.total > MAX_BLOCKS:
                 log.warning("more blocks than %s has are cached, by its events", self.facts)
                 self._forget(reports_hits=True)
+
+    def _publish(self, changes: Sequence[KVEvent]) -> None:
+        """Publish changes of the table; if events have named further groups, all of the table."""
+        if self._cached.layout != self._layout:
+            self._layout, groups = self._cached.layout, self._cached.groups
+            self.facts = replace(
+                self.facts, layout=groups.layout, capacity_blocks=groups.units(self._server_blocks)
+            )
+            self.group_entries = groups.group_entries
+            log.info("%s has the KV cache groups %s", self._connection.url, groups.layout)
+            changes = [LayoutChanged(self.facts, self.group_entries), *self._cached.stored()]
+        self._queue(changes)
 
     def _forget(self, *, reports_hits: bool) -> None:
         """Clear the table; with `reports_hits`, cache hits report again what is cached."""
         self._cached.clear()
         self._cached.reports_hits = reports_hits
-        self._queue([AllBlocksCleared()])
+        self._publish([AllBlocksCleared()])
 
     def _queue(self, events: Sequence[KVEvent]) -> None:
         self._events += events
@@ -302,7 +316,7 @@ class AttachedEngine(Engine):
 
     async def emit_held(self) -> None:
         """Add the blocks of the table to the events; a stock server has no list of its own."""
-        self._queue([BlocksHeld([self._blocks.copies])])
+        self._queue([BlocksHeld(self._blocks.held)])
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the server's cache; only a server in development mode allows that."""

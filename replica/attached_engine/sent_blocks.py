@@ -4,7 +4,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvroute.replica.engine.kv_events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
 
 
 class SentBlocks:
@@ -22,9 +28,9 @@ class SentBlocks:
         return len(chain)
 
     @property
-    def copies(self) -> dict[int | bytes, int]:
-        """Return the number of blocks under each hash; here a fingerprint is the hash."""
-        return {int(fingerprint): 1 for fingerprint in self._blocks}
+    def held(self) -> list[dict[BlockHash, int]]:
+        """Return the blocks of the only group; here a fingerprint is the hash."""
+        return [{int(fingerprint): 1 for fingerprint in self._blocks}]
 
     def sent(self, chain: Sequence[Fingerprint]) -> list[KVEvent]:
         """Record that the server has computed a prompt, and return the changes as events."""

@@ -25,6 +25,10 @@ class StoredEvent(Struct, tag="BlockStored", gc=False):
     # For each block: the LoRA name, then (image hash, offset) pairs, then the cache salt.
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None  # number of the KV cache group; None means 0
+    kv_cache_spec_kind: str | None = None  # the group's kind of attention (blocks/cache_groups.py)
+    kv_cache_spec_sliding_window: int | None = None  # length of the group's window, in tokens
+    locality: str | None = None  # REMOTE: the memory is another machine's
+    metadata_only: bool = False  # True: the event describes blocks and stores none
 
 
 class RemovedEvent(Struct, tag="BlockRemoved", gc=False):
@@ -33,6 +37,7 @@ class RemovedEvent(Struct, tag="BlockRemoved", gc=False):
     block_hashes: list[BlockHash]
     medium: str | None = None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 class ClearedEvent(Struct, tag="AllBlocksCleared", gc=False):

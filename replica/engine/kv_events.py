@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.contract.records import EngineFacts
 
 BlockHash = int | bytes  # the engine's hash of a block's content; only the replica uses it
 
@@ -67,4 +68,24 @@ class Transfers:
     disk_failures: int = 0  # writes and reads of the disk cache that failed
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Transfers
+@dataclass(frozen=True, slots=True)
+class LayoutChanged:
+    """The engine's KV cache has other groups or tiers than its replica has published.
+
+    All cached blocks follow, with new numbers of groups. Only attached engines emit this event: a
+    server names its groups when it stores their first blocks.
+    """
+
+    facts: EngineFacts  # the engine's facts from now on
+    group_entries: Sequence[int | None]  # Engine.group_entries from now on
+
+
+KVEvent = (
+    BlockStored
+    | BlockRemoved
+    | AllBlocksCleared
+    | EventsLost
+    | BlocksHeld
+    | Transfers
+    | LayoutChanged
+)

@@ -2,13 +2,15 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from kvroute.blocks.cache_groups import CacheGroup, Layout, group_fingerprint
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
@@ -115,16 +117,111 @@ def test_blocks_behind_an_unknown_parent_are_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"medium": "CPU"}, "other memory"),
-        ({"group_idx": 1}, "other KV cache group"),
+        {"medium": "STORAGE"},
+        {"medium": "cpu"},
+        {"medium": "CPU", "locality": "REMOTE"},
+        {"group_idx": 16},
+        {"group_idx": -1},
+        {"metadata_only": True},
     ],
 )
-def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, object], reason: str) -> None:
+def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, object]) -> None:
     blocks = ServerBlocks(SPACE)
     assert held(blocks, stored(PROMPT, **change)) == set()  # type: ignore[arg-type]
-    assert blocks.skipped == Counter({reason: 3})
+    assert blocks.skipped == Counter({"other memory": 3})
+
+
+WINDOW: Mapping[str, object] = {
+    "group_idx": 1,
+    "kv_cache_spec_kind": "sliding_window",
+    "kv_cache_spec_sliding_window": SIZE + 1,
+}
+
+
+def sparse(event: StoredEvent, *numbers: int) -> StoredEvent:
+    """The event without the blocks that the server does not keep; the tokens stay complete."""
+    return replace(event, block_hashes=[event.block_hashes[number] for number in numbers])
+
+
+def published(blocks: ServerBlocks, *events: StoredEvent | RemovedEvent | ClearedEvent) -> set[int]:
+    """The fingerprints of all groups after these events, in the layout that they teach."""
+    blocks.apply(Batch(0.0, [*events]))
+    table = BlockTable(blocks.groups.group_entries)
+    table.apply(blocks.stored(), Changes())
+    return {int(each) for each in table.held()}
+
+
+@pytest.mark.parametrize("window_first", [False, True])
+def test_each_group_of_a_hybrid_model_has_its_own_blocks(window_first: bool) -> None:
+    full, last = stored(PROMPT), sparse(stored(PROMPT, **WINDOW), 2)
+    events = (last, full) if window_first else (full, last)
+    blocks = ServerBlocks(SPACE)
+    expected = {*chain(PROMPT), group_fingerprint(Fingerprint(chain(PROMPT)[2]), 1)}
+    assert published(blocks, *events) == expected
+    window = CacheGroup("sliding_window", SIZE, SIZE + 1)
+    assert blocks.groups.layout == Layout((CacheGroup("full_attention", SIZE), window), SIZE)
+    evicted = RemovedEvent(last.block_hashes, group_idx=1)
+    assert published(blocks, evicted) == {*chain(PROMPT)}
+
+
+def test_groups_of_one_kind_publish_the_blocks_that_all_of_them_have() -> None:
+    first, second = stored(PROMPT, **WINDOW), stored(PROMPT, **{**WINDOW, "group_idx": 2})
+    blocks = ServerBlocks(SPACE)
+    published(blocks, stored(PROMPT), first, sparse(second, 1, 2))
+    assert blocks.groups.group_entries == (0, 1, 1)
+    expected = {int(group_fingerprint(Fingerprint(each), 1)) for each in chain(PROMPT)[1:]}
+    assert published(blocks) == {*chain(PROMPT), *expected}
+
+
+def test_full_attention_is_the_first_entry_whatever_its_number_at_the_server() -> None:
+    full = stored(PROMPT, group_idx=1, kv_cache_spec_kind="mla_attention")
+    blocks = ServerBlocks(SPACE)
+    expected = {*chain(PROMPT), group_fingerprint(Fingerprint(chain(PROMPT)[2]), 1)}
+    assert (
+        published(blocks, sparse(stored(PROMPT, **{**WINDOW, "group_idx": 0}), 2), full) == expected
+    )
+    assert blocks.hit_blocks([Fingerprint(each) for each in chain(PROMPT)]) == 3
+
+
+def test_blocks_of_several_units_are_published_by_their_ends() -> None:
+    prompt = PROMPT + PROMPT[:SIZE]
+    large = stored(prompt)
+    large = replace(large, block_hashes=large.block_hashes[1::2], block_size=2 * SIZE)
+    state = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    blocks = ServerBlocks(SPACE)
+    ends = chain(prompt)[1::2]
+    states = {int(group_fingerprint(Fingerprint(each), 1)) for each in ends[1:]}
+    event = replace(sparse(large, 1), **state)
+    assert published(blocks, large, event) == {*ends, *states}
+    assert blocks.groups.layout is not None
+    assert blocks.groups.layout.hit_tokens == 2 * SIZE
+
+
+@pytest.mark.parametrize("kind", ["chunked_local_attention", "of tomorrow", "unknown"])
+def test_a_kind_with_unknown_needs_counts_as_full_attention(kind: str) -> None:
+    blocks = ServerBlocks(SPACE)
+    other = stored(PROMPT, group_idx=1, kv_cache_spec_kind=kind)
+    assert published(blocks, stored(PROMPT), sparse(other, 0, 2)) == {
+        fingerprint for number, fingerprint in enumerate(chain(PROMPT)) if number != 1
+    }
+    assert blocks.groups.layout is None
+
+
+def test_a_reported_hit_of_a_window_means_the_window_only() -> None:
+    blocks = ServerBlocks(SPACE)
+    published(blocks, stored(PROMPT), sparse(stored(PROMPT, **WINDOW), 2))
+    blocks.clear()
+    blocks.reports_hits = True
+    expected = {*chain(PROMPT), group_fingerprint(Fingerprint(chain(PROMPT)[2]), 1)}
+    assert published(blocks, stored(PROMPT), stored(PROMPT, **WINDOW)) == expected
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**60, SIZE + 1])
+def test_a_block_size_that_cannot_be_right_is_left_out(size: int) -> None:
+    blocks = ServerBlocks(SPACE)
+    assert published(blocks, replace(stored(PROMPT), block_size=size)) == set()
 
 
 def test_keys_of_unknown_meaning_are_left_out_and_counted() -> None:
@@ -160,7 +257,7 @@ def test_the_table_holds_what_a_cache_with_copies_and_evictions_holds(seed: int)
             continue
         table.apply(blocks.apply(batch), Changes())
         assert {int(each) for each in table.held()} == {fingerprints[each] for each in cache}
-        assert blocks.copies == dict(cache)
+        assert blocks.held == [dict.fromkeys(cache, 1)]
 
 
 def test_without_events_the_latest_prompts_are_assumed_to_be_cached() -> None:
