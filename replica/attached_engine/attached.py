@@ -20,7 +20,7 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.preparation import prepared
-from kvroute.contract.records import EngineFacts, Load
+from kvroute.contract.records import MAX_COUNT, EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.process.asgi import pieces
 from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, ServerAnswer
@@ -30,14 +30,29 @@ from kvroute.replica.attached_engine.sent_blocks import SentBlocks
 from kvroute.replica.attached_engine.server_bodies import (
     COMPLETIONS,
     ServerUsage,
+    body_headers,
     forwarded,
     with_token_ids,
 )
 from kvroute.replica.attached_engine.server_connection import ServerConnection
-from kvroute.replica.attached_engine.server_facts import ServerFacts, load_of
+from kvroute.replica.attached_engine.server_facts import (
+    Calls,
+    HostCopies,
+    ServerFacts,
+    calls_of,
+    copies_of,
+    host_gigabytes,
+    load_of,
+)
 from kvroute.replica.attached_engine.server_rendering import render
 from kvroute.replica.attached_engine.wire import decode_batch
-from kvroute.replica.engine.kv_events import AllBlocksCleared, BlocksHeld, KVEvent, LayoutChanged
+from kvroute.replica.engine.kv_events import (
+    AllBlocksCleared,
+    BlocksHeld,
+    KVEvent,
+    LayoutChanged,
+    Transfers,
+)
 from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import Engine
 
@@ -99,6 +114,9 @@ class AttachedEngine(Engine):
             if events
             else None
         )
+        self._calls: Calls | None = None  # calls of the server until now; None: unknown
+        self._was_cleared = False  # whether events of the last interval have cleared the cache
+        self._copies = HostCopies()  # the server's copies from host memory so far
         self._skipped = Counter[str]()  # the server's events of unknown kinds, by kind
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
@@ -110,6 +128,7 @@ class AttachedEngine(Engine):
         """Start the tasks that watch the server (rank 0 only) and follow its events."""
         if self._rank == 0:
             self._tasks.append(asyncio.create_task(self._connection.watch(), name="watch-server"))
+        self._connection.observers.append(self._observe)
         if self._source:
             follow = self._follow(self._source)
             self._tasks.append(asyncio.create_task(follow, name="follow-server"))
@@ -161,7 +180,7 @@ class AttachedEngine(Engine):
             self._connection.url + call.path,
             content=self._body(request, call),
             headers={
-                **_body_headers(call),
+                **body_headers(call),
                 "x-request-id": request_id,
                 **self._rank_headers,
                 **(request.trace or {}),
@@ -285,6 +304,7 @@ class AttachedEngine(Engine):
                 continue
             if len(self._skipped) > kinds:
                 log.info("events of %s of unknown kinds: %s", self._connection.url, self._skipped)
+            self._was_cleared |= AllBlocksCleared() in changes
             self._publish(changes)
             self._cached.reports_hits |= not source.is_complete
             if len(self._cached) > self._server_blocks or self._cached.total > MAX_BLOCKS:
@@ -299,12 +319,13 @@ class AttachedEngine(Engine):
                 self.facts, layout=groups.layout, capacity_blocks=groups.units(self._server_blocks)
             )
             self.group_entries = groups.group_entries
-            log.info("%s has the KV cache groups %s", self._connection.url, groups.layout)
+            log.info("the cache of %s has another layout: %s", self._connection.url, self.facts)
             changes = [LayoutChanged(self.facts, self.group_entries), *self._cached.stored()]
         self._queue(changes)
 
     def _forget(self, *, reports_hits: bool) -> None:
         """Clear the table; with `reports_hits`, cache hits report again what is cached."""
+        self._sent.clear()
         self._cached.clear()
         self._cached.reports_hits = reports_hits
         self._publish([AllBlocksCleared()])
@@ -331,6 +352,48 @@ class AttachedEngine(Engine):
     async def end_session(self, session: int) -> None: ...
 
     # The server.
+
+    def _observe(self) -> None:
+        """Learn from the server's metrics what its events do not tell, or tell too late."""
+        self._observe_calls()
+        self._observe_copies()
+
+    def _observe_calls(self) -> None:
+        """Forget blocks that calls by the server's owner have made useless.
+
+        A server publishes that it was cleared with its next step, which an idle one does not make.
+        It does not publish that an adapter got other files. If blocks are forgotten in vain, hits
+        report them again.
+        """
+        calls = calls_of(self._connection.samples)
+        before, self._calls = self._calls or calls, calls
+        was_cleared, self._was_cleared = self._was_cleared, False
+        if calls.clearing > before.clearing and not was_cleared:
+            self._forget(reports_hits=True)
+        elif calls.adapters > before.adapters:
+            self._cached.reports_hits = True
+            dropped = self._cached.drop_adapters() if self._source else self._sent.clear()
+            self._publish(dropped)
+
+    def _observe_copies(self) -> None:
+        """Publish the host memory when copies from it have been measured, and later copies."""
+        copies = copies_of(self._connection.samples, self._rank)
+        moved, self._copies = copies - self._copies, copies
+        if self._source is None or not self._cached.in_host:
+            return
+        if self.facts.host is not None:
+            moved_bytes = int(min(moved.bytes, MAX_COUNT))
+            if moved_bytes:
+                tokens = int(min(moved.tokens, MAX_COUNT))
+                self._queue([Transfers(tokens, moved_bytes, moved.seconds)])
+            return
+        gigabytes = host_gigabytes(self._connection.samples, self._rank)
+        if not copies.is_stable(moved):
+            return
+        if host := copies.tier(self.facts.block_size, self._cached.in_host, gigabytes):
+            self.facts = replace(self.facts, host=host)
+            self._cached.groups.add_host()
+            self._publish([])
 
     def load(self) -> Load:
         load = load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
@@ -379,10 +442,3 @@ class AttachedEngine(Engine):
             await self._owned.close()
         if self._rank == 0:
             await self._connection.close()
-
-
-def _body_headers(call: HttpCall) -> Mapping[str, str]:
-    """Return the headers that describe the body of a request."""
-    if call.upload is None:
-        return {"content-type": "application/json"}
-    return {"content-type": call.upload.content_type, "content-length": str(call.upload.size)}

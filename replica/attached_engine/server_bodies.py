@@ -1,9 +1,11 @@
 """The body that a server gets, and what its response says about tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+
+from kvroute.contract.http_call import HttpCall
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -133,3 +135,10 @@ def _number(value: Any) -> int | None:
 def _object(value: Any) -> dict[str, Any]:
     """Return a JSON object, or an empty one for any other value."""
     return value if isinstance(value, dict) else {}
+
+
+def body_headers(call: HttpCall) -> Mapping[str, str]:
+    """Return the headers that describe the body of a request."""
+    if call.upload is None:
+        return {"content-type": "application/json"}
+    return {"content-type": call.upload.content_type, "content-length": str(call.upload.size)}

@@ -14,6 +14,7 @@ from kvroute.replica.attached_engine.server_facts import (
     ServerError,
     ServerFacts,
     get,
+    is_asleep,
     read_facts,
     read_samples,
     silence,
@@ -56,6 +57,7 @@ class ServerConnection:
         )
         self.facts: ServerFacts | None = None  # what `start` read; None before
         self.samples: Samples = {}  # the latest metrics
+        self.observers: list[Callable[[], None]] = []  # called when `samples` was read again
         self.away_reason = ""  # why the server cannot answer; empty: it can
         # How the server that has come back differs from `facts`. Empty if it does not differ.
         self.changed = ""
@@ -125,6 +127,10 @@ class ServerConnection:
             if self.away_reason:
                 self._compare(await read_facts(self.client, self.url))
             self.samples = await read_samples(self.client, self.url)
+            for observe in self.observers:
+                observe()
+            if is_asleep(self.samples):
+                return f"{self.url} is asleep; wake it up with POST {self.url}/wake_up"
         except httpx.HTTPError as error:
             return silence(self.url, error)
         except ServerError as error:

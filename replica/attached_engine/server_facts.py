@@ -1,6 +1,7 @@
 """Reads what a running vLLM server says about itself over HTTP."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,13 +11,15 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvroute.contract.records import MAX_COUNT, Load
+from kvroute.contract.records import MAX_COUNT, Load, TierFacts
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 QUESTION_S = 5.0  # timeout in seconds of a question; a generation has none
 OWN_SERVER = "http://replica"  # address of a server that the replica has started itself
 MIN_PREFILL_S = 1.0  # seconds of prefill that a server must have measured for a speed to count
 USUAL_TOKENS_PER_S = 8_000.0  # assumed prefill speed of a server that has measured none yet
+# Largest share of the copies from host memory that may be under way when their size is computed.
+MAX_NEW_SHARE = 0.1
 METRICS = (
     "vllm:cache_config_info",
     "vllm:num_requests_running",
@@ -25,6 +28,17 @@ METRICS = (
     "vllm:prompt_tokens_total",
     "vllm:prefix_cache_hits_total",
     "vllm:request_prefill_time_seconds_sum",
+    "vllm:external_prefix_cache_hits_total",
+    "vllm:kv_offload_load_bytes_total",
+    "vllm:kv_offload_load_time_total",
+    "vllm:engine_sleep_state",
+)
+AWAKE = "vllm:engine_sleep_state:awake"
+
+
+# Lines of /metrics that count calls which make a server clear its cache, or change an adapter.
+_CALLS = re.compile(
+    r'http_requests_total\{.*handler="(/reset_prefix_cache|/sleep|/pause|[^"]*adapter[^"]*)"'
 )
 
 
@@ -156,18 +170,54 @@ async def _read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
 
 
 async def read_samples(client: httpx.AsyncClient, url: str) -> Samples:
-    """Return the server's metrics: name -> rank -> value and labels. Raises ServerError."""
+    """Return the server's metrics: name -> rank -> value and labels.
+
+    Raises:
+        ServerError: The server does not answer, or not with metrics.
+    """
     lines = (await _get(client, url, "/metrics")).text.splitlines()
-    text = "\n".join(line for line in lines if line.startswith(METRICS)) + "\n"
+    known = (line for line in lines if line.startswith(METRICS) or _CALLS.match(line))
+    text = "\n".join(known) + "\n"
     samples: dict[str, dict[str, tuple[float, Mapping[str, str]]]] = {}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                of_rank = samples.setdefault(sample.name, {})
+                of_rank = samples.setdefault(_name(sample.name, sample.labels), {})
                 of_rank[sample.labels.get("engine", "0")] = sample.value, sample.labels
     except _NONSENSE as error:
         raise ServerError(f"{url}/metrics cannot be read ({error}); is it a vLLM server?") from None
     return samples
+
+
+def _name(name: str, labels: Mapping[str, str]) -> str:
+    """Return the name under which a sample is kept; some samples differ only in other labels."""
+    parts = (labels.get(label) for label in ("handler", "status", "sleep_state"))
+    return ":".join([name, *(part for part in parts if part)])
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The successful calls of a server since its start, by what they change."""
+
+    clearing: float  # calls that clear the cache, unless requests use it
+    adapters: float  # calls that load or unload an adapter
+
+
+def calls_of(samples: Samples) -> Calls:
+    """Return how often the server's owner has called it to change something."""
+    clearing = adapters = 0.0
+    for name in samples:
+        if name.startswith("http_requests_total:") and ":2" in name:
+            calls = _value(samples, name, 0)
+            is_adapter = "adapter" in name
+            adapters += calls * is_adapter
+            clearing += calls * (not is_adapter)
+    return Calls(clearing, adapters)
+
+
+def is_asleep(samples: Samples) -> bool:
+    """Return whether the server was put to sleep, so that requests would wait."""
+    return any(value == 0.0 for value, _ in samples.get(AWAKE, {}).values())
 
 
 def load_of(samples: Samples, rank: int, capacity_blocks: int) -> Load:
@@ -178,6 +228,63 @@ def load_of(samples: Samples, rank: int, capacity_blocks: int) -> Load:
         waiting=_count(samples, "vllm:num_requests_waiting", rank),
         used_blocks=int(max(0.0, min(1.0, used)) * capacity_blocks),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Totals of a rank's copies from host memory to the engine since the server's start."""
+
+    tokens: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+
+    def __sub__(self, before: "HostCopies") -> "HostCopies":
+        return HostCopies(
+            max(0.0, self.tokens - before.tokens),
+            max(0.0, self.bytes - before.bytes),
+            max(0.0, self.seconds - before.seconds),
+        )
+
+    def is_stable(self, moved: "HostCopies") -> bool:
+        """Return whether few of these copies were begun in the last interval.
+
+        vLLM counts the tokens when a copy begins, and the bytes when it ends.
+        """
+        return moved.tokens <= MAX_NEW_SHARE * self.tokens
+
+    def tier(self, block_size: int, seen_blocks: int, gigabytes: float) -> TierFacts | None:
+        """Return the tier whose copies these are; None: too little was measured.
+
+        Args:
+            block_size: The tokens of a block.
+            seen_blocks: The blocks in host memory by the server's events.
+            gigabytes: The size of the tier in GiB; 0: unknown.
+        """
+        if not (self.tokens > 0 and self.bytes > 0 and self.seconds > 0):
+            return None
+        block_bytes = int(max(1.0, min(self.bytes / self.tokens * block_size, MAX_COUNT)))
+        blocks = int(min(gigabytes * 2**30 / block_bytes, MAX_COUNT))
+        bytes_per_s = max(1.0, min(self.bytes / self.seconds, 1e15))
+        return TierFacts(max(blocks, seen_blocks), block_bytes, bytes_per_s)
+
+
+def copies_of(samples: Samples, rank: int) -> HostCopies:
+    """Return what vLLM's connector for host memory has copied to the engine."""
+    return HostCopies(
+        _value(samples, "vllm:external_prefix_cache_hits_total", rank),
+        _value(samples, "vllm:kv_offload_load_bytes_total", rank),
+        _value(samples, "vllm:kv_offload_load_time_total", rank),
+    )
+
+
+def host_gigabytes(samples: Samples, rank: int) -> float:
+    """Return the server's --kv-offloading-size in GiB, or 0 if it has none."""
+    _, labels = samples.get("vllm:cache_config_info", {}).get(str(rank), (0.0, {}))
+    try:
+        size = float(labels.get("kv_offloading_size", 0.0))
+    except ValueError:  # "None"
+        return 0.0
+    return size if 0.0 < size < math.inf else 0.0
 
 
 def _rank(
