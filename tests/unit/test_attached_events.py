@@ -5,65 +5,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import msgspec
-import zmq
-import zmq.asyncio
-
-from kvroute.local.ports import free_port
 from kvroute.replica.attached_engine.event_source import EventSource
-from kvroute.replica.engine.event_batches import END_OF_REPLAY
-
-
-class Publisher:
-    """vLLM's publisher: numbers its batches, and keeps the last `kept` of them for replays."""
-
-    def __init__(self, ports: tuple[int, int], *, name: str = "a", kept: int = 100) -> None:
-        self._context = zmq.asyncio.Context()
-        self._live = self._context.socket(zmq.PUB)
-        self._live.bind(f"tcp://127.0.0.1:{ports[0]}")
-        self._replay = self._context.socket(zmq.ROUTER)
-        self._replay.bind(f"tcp://127.0.0.1:{ports[1]}")
-        self._name, self._kept = name, kept
-        self.batches: list[bytes] = []
-
-    async def publish(self, count: int, *, is_lost: bool = False) -> None:
-        """Publish further batches; a lost one can only be replayed."""
-        for _ in range(count):
-            number = len(self.batches)
-            batch = msgspec.msgpack.encode([float(number), [], self._name])
-            self.batches.append(batch)
-            if not is_lost:
-                await self._live.send_multipart([b"", number.to_bytes(8, "big"), batch])
-
-    async def serve(self) -> None:
-        """Answer requests for a replay until cancelled."""
-        while True:
-            client, _, start = await self._replay.recv_multipart()
-            first = max(int.from_bytes(start, "big"), len(self.batches) - self._kept)
-            for number in range(first, len(self.batches)):
-                parts = (client, b"", b"", number.to_bytes(8, "big"), self.batches[number])
-                await self._replay.send_multipart(parts)
-            await self._replay.send_multipart(
-                [client, b"", b"", END_OF_REPLAY.to_bytes(8, "big"), b""]
-            )
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-@asynccontextmanager
-async def publishing(
-    ports: tuple[int, int], *, name: str = "a", kept: int = 100
-) -> AsyncIterator[Publisher]:
-    publisher = Publisher(ports, name=name, kept=kept)
-    task = asyncio.create_task(publisher.serve())
-    try:
-        yield publisher
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        publisher.close()
+from tests.support.kv_publisher import publishing, two_ports
 
 
 class Reader:
@@ -101,10 +44,6 @@ async def reading(ports: tuple[int, int]) -> AsyncIterator[Reader]:
         yield reader
     finally:
         await reader.close()
-
-
-def two_ports() -> tuple[int, int]:
-    return free_port(), free_port()
 
 
 async def test_batches_from_before_the_start_are_replayed() -> None:
