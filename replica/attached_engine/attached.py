@@ -36,12 +36,13 @@ from kvroute.replica.attached_engine.server_bodies import (
 )
 from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import (
-    Calls,
-    HostCopies,
+    MeasuredCopies,
+    OwnerCalls,
     ServerFacts,
     calls_of,
     copies_of,
     host_gigabytes,
+    is_asleep,
     load_of,
 )
 from kvroute.replica.attached_engine.server_rendering import render
@@ -114,9 +115,9 @@ class AttachedEngine(Engine):
             if events
             else None
         )
-        self._calls: Calls | None = None  # calls of the server until now; None: unknown
+        self._calls: OwnerCalls | None = None  # calls of the server until now; None: unknown
         self._was_cleared = False  # whether events of the last interval have cleared the cache
-        self._copies = HostCopies()  # the server's copies from host memory so far
+        self._copies = MeasuredCopies()  # the server's copies from host memory so far
         self._skipped = Counter[str]()  # the server's events of unknown kinds, by kind
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
@@ -365,10 +366,12 @@ class AttachedEngine(Engine):
         It does not publish that an adapter got other files. If blocks are forgotten in vain, hits
         report them again.
         """
-        calls = calls_of(self._connection.samples)
+        samples = self._connection.samples
+        calls = calls_of(samples)
         before, self._calls = self._calls or calls, calls
         was_cleared, self._was_cleared = self._was_cleared, False
-        if calls.clearing > before.clearing and not was_cleared:
+        was_called = calls.clearing > before.clearing and not was_cleared
+        if was_called or (is_asleep(samples) and self._cached.total):
             self._forget(reports_hits=True)
         elif calls.adapters > before.adapters:
             self._cached.reports_hits = True

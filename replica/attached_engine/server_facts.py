@@ -196,14 +196,14 @@ def _name(name: str, labels: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class OwnerCalls:
     """The successful calls of a server since its start, by what they change."""
 
     clearing: float  # calls that clear the cache, unless requests use it
     adapters: float  # calls that load or unload an adapter
 
 
-def calls_of(samples: Samples) -> Calls:
+def calls_of(samples: Samples) -> OwnerCalls:
     """Return how often the server's owner has called it to change something."""
     clearing = adapters = 0.0
     for name in samples:
@@ -212,7 +212,7 @@ def calls_of(samples: Samples) -> Calls:
             is_adapter = "adapter" in name
             adapters += calls * is_adapter
             clearing += calls * (not is_adapter)
-    return Calls(clearing, adapters)
+    return OwnerCalls(clearing, adapters)
 
 
 def is_asleep(samples: Samples) -> bool:
@@ -231,21 +231,21 @@ def load_of(samples: Samples, rank: int, capacity_blocks: int) -> Load:
 
 
 @dataclass(frozen=True, slots=True)
-class HostCopies:
+class MeasuredCopies:
     """Totals of a rank's copies from host memory to the engine since the server's start."""
 
     tokens: float = 0.0
     bytes: float = 0.0
     seconds: float = 0.0
 
-    def __sub__(self, before: "HostCopies") -> "HostCopies":
-        return HostCopies(
+    def __sub__(self, before: "MeasuredCopies") -> "MeasuredCopies":
+        return MeasuredCopies(
             max(0.0, self.tokens - before.tokens),
             max(0.0, self.bytes - before.bytes),
             max(0.0, self.seconds - before.seconds),
         )
 
-    def is_stable(self, moved: "HostCopies") -> bool:
+    def is_stable(self, moved: "MeasuredCopies") -> bool:
         """Return whether few of these copies were begun in the last interval.
 
         vLLM counts the tokens when a copy begins, and the bytes when it ends.
@@ -268,9 +268,9 @@ class HostCopies:
         return TierFacts(max(blocks, seen_blocks), block_bytes, bytes_per_s)
 
 
-def copies_of(samples: Samples, rank: int) -> HostCopies:
+def copies_of(samples: Samples, rank: int) -> MeasuredCopies:
     """Return what vLLM's connector for host memory has copied to the engine."""
-    return HostCopies(
+    return MeasuredCopies(
         _value(samples, "vllm:external_prefix_cache_hits_total", rank),
         _value(samples, "vllm:kv_offload_load_bytes_total", rank),
         _value(samples, "vllm:kv_offload_load_time_total", rank),

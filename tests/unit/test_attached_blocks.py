@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def stored(
     salt: str = "",
     lora: str | None = None,
     images: Sequence[MediaSpan] = (),
-    **more: object,
+    **more: Any,
 ) -> StoredEvent:
     """The event for a prompt's full blocks from number `first` on, as vLLM publishes it."""
     blocks = len(prompt) // SIZE
@@ -54,7 +55,7 @@ def stored(
         SIZE,
         lora_name=lora,
         extra_keys=keys if any(keys) else None,
-        **more,  # type: ignore[arg-type]
+        **more,
     )
 
 
@@ -127,13 +128,13 @@ def test_blocks_behind_an_unknown_parent_are_left_out_and_counted() -> None:
         {"metadata_only": True},
     ],
 )
-def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, object]) -> None:
+def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, Any]) -> None:
     blocks = ServerBlocks(SPACE)
-    assert held(blocks, stored(PROMPT, **change)) == set()  # type: ignore[arg-type]
+    assert held(blocks, stored(PROMPT, **change)) == set()
     assert blocks.skipped == Counter({"other memory": 3})
 
 
-WINDOW: Mapping[str, object] = {
+WINDOW: Mapping[str, Any] = {
     "group_idx": 1,
     "kv_cache_spec_kind": "sliding_window",
     "kv_cache_spec_sliding_window": SIZE + 1,
@@ -189,11 +190,10 @@ def test_blocks_of_several_units_are_published_by_their_ends() -> None:
     prompt = PROMPT + PROMPT[:SIZE]
     large = stored(prompt)
     large = replace(large, block_hashes=large.block_hashes[1::2], block_size=2 * SIZE)
-    state = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
     blocks = ServerBlocks(SPACE)
     ends = chain(prompt)[1::2]
     states = {int(group_fingerprint(Fingerprint(each), 1)) for each in ends[1:]}
-    event = replace(sparse(large, 1), **state)
+    event = replace(sparse(large, 1), group_idx=1, kv_cache_spec_kind="mamba")
     assert published(blocks, large, event) == {*ends, *states}
     assert blocks.groups.layout is not None
     assert blocks.groups.layout.hit_tokens == 2 * SIZE

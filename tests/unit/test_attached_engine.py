@@ -140,7 +140,7 @@ class Attached:
                 await asyncio.sleep(0.01)
 
     async def wait_for(self, *expected: set[int]) -> None:
-        await self.wait_until(lambda: self.held == set().union(*expected))
+        await self.wait_until(lambda: self.held == set[int]().union(*expected))
 
     async def observe(self) -> None:
         """Wait until the metrics were read again."""
@@ -309,7 +309,10 @@ async def test_a_sleeping_server_is_away_until_it_wakes() -> None:
         server.metrics |= {awake: 1.0, awake.replace("awake", "discard_all"): 0.0}
         await server.observe()
         assert not server.connection.away_reason
+        await server.publisher.send(stored(PROMPT))
+        await server.wait_for({*chain(PROMPT)})
         server.metrics[awake] = 0.0
+        await server.wait_for(set())
         async with asyncio.timeout(60):
             assert "wake_up" in await server.engine.wait_until_away()
             server.metrics[awake] = 1.0
@@ -373,7 +376,7 @@ async def test_a_replica_registers_again_with_the_groups_and_tiers_that_it_has_l
     one, two = (Fingerprint(each) for each in (1, 2))
     rank.publisher.publish([BlockStored([b"1"], [one])])
     entries = (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
-    changed = [LayoutChanged(learned, entries), BlockStored([b"2"], [two], 1)]
+    changed: list[KVEvent] = [LayoutChanged(learned, entries), BlockStored([b"2"], [two], 1)]
     try:
         async with asyncio.timeout(60):
             while index.blocks != {one}:
