@@ -145,7 +145,8 @@ class ServerBlocks:
             self.groups.learn(event)
         is_report = self.reports_hits and in_engine and event.parent_block_hash is None
         first = len(hashes) - self.groups.reported(event) if is_report else 0
-        chain = self._chain(event) or [self._fingerprints.get(hash_) for hash_ in hashes]
+        known = [self._fingerprints.get(hash_) for hash_ in hashes]
+        chain: Sequence[Fingerprint | None] = self._chain(event) or known
         copies, new = self._copies.setdefault(place, {}), list[BlockHash]()
         for hash_, fingerprint in [*zip(hashes, chain, strict=True)][max(0, first) :]:
             if fingerprint is not None and hash_ not in self._fingerprints:

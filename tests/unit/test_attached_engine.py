@@ -105,7 +105,8 @@ class Attached:
         self.metrics = {'vllm:num_requests_running{engine="0"}': 0.0}
         self.connection = ServerConnection("http://gpu-1", {})
         self.connection.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
-        events = EventAddress(*(f"tcp://127.0.0.1:{port}" for port in ports), topic="")
+        live, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+        events = EventAddress(live, replay, topic="")
         rank = RankFacts(SIZE, CACHE_BLOCKS, True, 1000.0, events)
         server = ServerFacts("m", "m", 4096, "", [rank])
         facts = EngineFacts(SIZE, CACHE_BLOCKS, 4096, 1000.0)
