@@ -63,13 +63,14 @@ async def test_its_references_are_the_items_that_they_name(empty_redis: Redis) -
     assert own.conversations
     objects = own.conversations.objects
     (item,) = await objects.items((await objects.create([HI], {}, ""))["id"], "")
+    named = {**HI, "id": item["id"]}
     async with running(router):
         id_ = await router.create(input=[{"id": item["id"]}, MORE])
         await router.service.cancel(await router.found(id_))
         assert own.unfinished
         record = await router.found(id_)
-        assert await own.unfinished.input_items(record, ANYONE) == [item, MORE]
-        assert await input_of(own, id_) == [item, MORE, MORE]
+        assert await own.unfinished.input_items(record, ANYONE) == [named, MORE]
+        assert await input_of(own, id_) == [named, MORE, MORE]
 
 
 async def test_one_that_continues_a_lost_response_is_lost(empty_redis: Redis) -> None:
