@@ -109,6 +109,7 @@ class Agent:
 
     def __init__(self, settings: ReplicaSettings, surroundings: Surroundings) -> None:
         self.id = uuid.uuid4().hex[:8]
+        self._servers = settings.server_list
         self.server = EngineServer(
             settings,
             self.id,
@@ -145,7 +146,10 @@ class Agent:
         self._ends.set()
 
     def fail(self, reason: str) -> None:
-        """End the agent at once, because it cannot go on."""
+        """End the agent because it cannot go on: at once, unless its server was removed."""
+        if self.url and self.url not in self._servers.urls():
+            self.end(reason, at_once=False)
+            return
         self._failure = reason
         self.end(reason, at_once=True)
 

@@ -96,7 +96,9 @@ def _model(found: Attached, redis_url: str) -> ModelSettings:
 
 async def _run(settings: ServeSettings, model: ModelSettings, progress: StartProgress) -> int:
     surroundings = OneProcess(settings.host, model.cluster)
-    agents = Agents(ReplicaSettings.model_validate(model.for_replicas()), surroundings)
+    # The agents go on while the router ends, since its last answers need them.
+    around_agents = OneProcess(settings.host, model.cluster)
+    agents = Agents(ReplicaSettings.model_validate(model.for_replicas()), around_agents)
     following = asyncio.create_task(agents.run(), name="agents")
     router = await AssembledRouter.start(
         [(RouterSettings.model_validate(model.for_routers()), agents)], surroundings
