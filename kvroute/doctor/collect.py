@@ -121,9 +121,8 @@ class _Collection:
         replicas, ours = diagnosis["replicas"], importlib.metadata.version("kvroute")
         lost = diagnosis.get("servers", {})
         yield from fleet_checks.servers(lost)
-        yield from fleet_checks.deployments(
-            diagnosis["serve"]["deployments"], lost_servers=len(lost)
-        )
+        if serve := diagnosis["serve"]:  # not under kvroute attach
+            yield from fleet_checks.deployments(serve["deployments"], lost_servers=len(lost))
         yield from checks.redis(diagnosis["redis"])
         yield from checks.leases(replicas["running"], replicas["leases_s"])
         yield from checks.clusters(diagnosis["clusters"])
@@ -138,7 +137,8 @@ class _Collection:
         yield from load_checks.queues(diagnosis.get("queues", ()))
         for feature in FEATURES:
             yield from feature.checks(diagnosis.get(feature.name))
-        yield checks.haproxy(diagnosis["serve"])
+        if serve:
+            yield checks.haproxy(serve)
         yield checks.access(diagnosis["access"])
         yield from wire_checks.encryption(replicas.get("wire", {}), diagnosis["nodes"])
         yield checks.versions(diagnosis["versions"], ours, diagnosis["nodes"])

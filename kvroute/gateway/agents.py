@@ -12,6 +12,7 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.generation import EngineDeadError
+from kvroute.local.ray_cluster import LOOPBACK
 from kvroute.process.surroundings import Surroundings
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engine_server import EngineServer
@@ -21,9 +22,7 @@ from kvroute.wire.address import Address
 
 log = logging.getLogger("kvroute.gateway")
 
-LOOPBACK = "127.0.0.1"
 CHECK_S = 1.0  # seconds between two reads of the list of servers, and checks of the agents
-FAILURE_PAUSE_S = 1.0  # seconds after the failure of an agent, before another one takes its place
 KEPT_ENDED = 100  # ended agents that are still listed
 
 
@@ -94,11 +93,10 @@ class Agents:
         return [agent for agent in self._agents.values() if not agent.is_ending]
 
     async def _live(self, agent: "Agent") -> None:
-        """Run an agent, and wait after a failure. Another one takes its place then."""
+        """Run an agent. If it fails, another one takes its place at the next check."""
         try:
             if reason := await agent.run():
                 log.warning("%s", reason)
-                await asyncio.sleep(FAILURE_PAUSE_S)
         finally:
             self._agents.pop(agent.id, None)
             self._ended.append(agent.id)
@@ -158,7 +156,7 @@ class Agent:
         if self.has_started and not self.is_ending:
             try:
                 await self.server.check()
-            except Exception as error:  # of any task
+            except Exception as error:  # whatever a task has raised, only this agent starts again
                 self.fail(f"the agent of {self.url} starts again: {error!r}")
 
     def _die(self, error: EngineDeadError) -> None:
@@ -174,7 +172,7 @@ class Agent:
                 starting.result()
                 self.has_started = True
                 await ends
-        except Exception as error:  # of a server in an unknown state; no other agent may suffer
+        except Exception as error:  # a server can be in any state, and costs only its own agent
             log.exception("agent %s cannot start", self.id)
             self._failure = str(error)
         finally:

@@ -11,13 +11,20 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvroute.gateway.agents import Agents
+from kvroute.gateway.agents import CHECK_S, Agents
 from kvroute.gateway.own_surroundings import OneProcess
 from kvroute.gateway.request_ids import AnsweredIds
 from kvroute.local.attach import Attached, attached
 from kvroute.local.before_start import OF_OPTIONS, examine
-from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
-from kvroute.local.launch import cluster_id, first_steps, is_local_only
+from kvroute.local.launch import (
+    check_own_redis,
+    cluster_id,
+    endpoint,
+    first_steps,
+    is_local_only,
+    started_redis,
+    warn_if_insecure,
+)
 from kvroute.local.ports import reserve
 from kvroute.local.progress import StartProgress
 from kvroute.local.running import registered
@@ -54,11 +61,9 @@ def _serve(
     examine(OF_OPTIONS, settings, progress)
     port = running.enter_context(reserve(settings.host, settings.port))
     found = attached(settings, progress, time.sleep, time.monotonic() + settings.start_timeout_s)
-    url = settings.redis_url
-    if not url:
-        url = running.enter_context(embedded_redis(progress.step, within=private))
-        progress.step(f"Redis {check_redis(url)} started at {without_password(url)}")
-    model = _model(found, url)
+    if settings.redis_url:
+        check_own_redis(settings.redis_url, progress)
+    model = _model(found, settings.redis_url or started_redis(private, progress, running))
     port.close()
     return asyncio.run(_run(found.settings, model, progress))
 
@@ -122,14 +127,21 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
     serving = asyncio.create_task(_quietly(server), name="http")
     for number in STOPPING:
         loop.add_signal_handler(number, stop.set)
-    stopping = asyncio.create_task(stop.wait())
-    url = f"{'https' if settings.tls_cert else 'http'}://{settings.host}:{settings.port}"
+    stopping = asyncio.create_task(stop.wait(), name="stop")
+    checking = asyncio.create_task(_check_tasks(router), name="checks")
+    ends = [serving, following, stopping, checking]
+    ready, url = asyncio.create_task(_ready(server, agents), name="ready"), endpoint(settings)
     with registered(url):
-        await _ready(server, agents)
-        for line in first_steps(url, model.served_model_name, settings):
-            progress.say(line)
-        progress.say(f"kvroute ready at {url}", style="bold green")
-        await asyncio.wait([serving, following, stopping], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            warn_if_insecure(settings, progress)
+            for line in first_steps(url, model.served_model_name, settings):
+                progress.say(line)
+            progress.say(f"kvroute ready at {url}", style="bold green")
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    failed = [task for task in ends if task.done() and task is not stopping]
+    for task in failed:
+        progress.fail(f"a part of kvroute has ended ({task.get_name()}): {task.exception()!r}")
     for number in STOPPING:
         loop.remove_signal_handler(number)
     surroundings.drain()
@@ -141,9 +153,10 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
             await asyncio.shield(serving)
     router.end_answers()
     await router.close()
-    following.cancel()
-    await asyncio.gather(serving, following, return_exceptions=True)
-    return 0
+    for task in (following, stopping, checking, ready):
+        task.cancel()
+    await asyncio.gather(*ends, ready, return_exceptions=True)
+    return 1 if failed else 0
 
 
 def _served(router: AssembledRouter) -> ASGIApp:
@@ -157,6 +170,13 @@ def _served(router: AssembledRouter) -> ASGIApp:
 async def _quietly(server: uvicorn.Server) -> None:
     """Serve without uvicorn's own signal handlers."""
     await server._serve()
+
+
+async def _check_tasks(router: AssembledRouter) -> None:
+    """Raise the error of a background task of the router when one has ended."""
+    while True:
+        router.check()
+        await asyncio.sleep(CHECK_S)
 
 
 async def _ready(server: uvicorn.Server, agents: Agents) -> None:

@@ -126,10 +126,10 @@ def _start(
     settings = found.settings
     examine(OF_MACHINE, settings, progress)
     if settings.redis_url:
-        _check_own_redis(settings.redis_url, progress)
+        check_own_redis(settings.redis_url, progress)
     check_engine_args(settings.per_model, progress)
     paths = [_model(options, progress) for options in settings.per_model]
-    redis_url = settings.redis_url or _started_redis(folder.parent, progress, running)
+    redis_url = settings.redis_url or started_redis(folder.parent, progress, running)
     progress.step("starting Ray")
     with progress.waiting("Ray"):
         try:
@@ -161,12 +161,8 @@ def _start(
     if waiting:
         wanted = settings.per_model[0].fleet_size
         progress.warn(f"{sum(waiting.values())} of {wanted} replicas wait until GPUs are free")
-    if settings.api_keys is None and not is_local(settings.host):
-        progress.say(
-            f"INSECURE: without API keys, everyone who can reach {settings.host} has access"
-        )
-    scheme = "https" if settings.tls_cert else "http"
-    url = f"{scheme}://{WILDCARD_ADDRESSES.get(settings.host, settings.host)}:{settings.port}"
+    warn_if_insecure(settings, progress)
+    url = endpoint(settings)
     with progress.waiting("a response from /health"):
         health = _wait_until_healthy(url, signals, deadline)
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
@@ -187,7 +183,21 @@ def is_local_only(settings: ServeSettings) -> bool:
     return is_local(settings.host) and not has_guard
 
 
-def _check_own_redis(url: str, progress: StartProgress) -> None:
+def warn_if_insecure(settings: ServeSettings, progress: StartProgress) -> None:
+    """Print a warning if everyone who reaches the endpoint has access."""
+    if settings.api_keys is None and not is_local(settings.host):
+        progress.say(
+            f"INSECURE: without API keys, everyone who can reach {settings.host} has access"
+        )
+
+
+def endpoint(settings: ServeSettings) -> str:
+    """Return the URL of the endpoint, as clients on this machine reach it."""
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{WILDCARD_ADDRESSES.get(settings.host, settings.host)}:{settings.port}"
+
+
+def check_own_redis(url: str, progress: StartProgress) -> None:
     """Check the user's Redis, and print a warning if the cluster has to start without it."""
     try:
         progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
@@ -198,7 +208,7 @@ def _check_own_redis(url: str, progress: StartProgress) -> None:
         progress.warn(warning)
 
 
-def _started_redis(folder: Path, progress: StartProgress, running: ExitStack) -> str:
+def started_redis(folder: Path, progress: StartProgress, running: ExitStack) -> str:
     """Start a Redis whose files are in the folder, and return its URL."""
     url = running.enter_context(embedded_redis(progress.step, within=folder))
     progress.step(f"Redis {check_redis(url)} started at {without_password(url)}")

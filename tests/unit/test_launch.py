@@ -51,7 +51,7 @@ def test_a_ray_that_cannot_start_is_not_taken_for_a_port_that_is_in_use(
         raise StartError("Ray cannot start: the dashboard has ended")
 
     monkeypatch.setattr(launch, "local_ray", ray_that_fails)
-    for step in ("examine", "_check_own_redis", "_model"):
+    for step in ("examine", "check_own_redis", "_model"):
         monkeypatch.setattr(launch, step, lambda *_: "")
     port, lost = free_port(), LostProcesses(tmp_path, StartProgress())
     settings = load({"engine": "simulated", "port": port, "redis_url": "redis://127.0.0.1:1"})
