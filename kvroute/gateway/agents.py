@@ -172,6 +172,9 @@ class Agent:
                 starting.result()
                 self.has_started = True
                 await ends
+        except asyncio.CancelledError:  # the process ends, and the router has no answers any more
+            self._at_once = True
+            raise
         except Exception as error:  # a server can be in any state, and costs only its own agent
             log.exception("agent %s cannot start", self.id)
             self._failure = str(error)

@@ -28,7 +28,7 @@ from kvroute.local.launch import (
 from kvroute.local.ports import reserve
 from kvroute.local.progress import StartProgress
 from kvroute.local.running import registered
-from kvroute.local.signals import STOPPING
+from kvroute.local.signals import STOPPING, Stopped, StopSignals
 from kvroute.machine.problem import StartError
 from kvroute.router.assembled import AssembledRouter
 from kvroute.router.middleware.serve_headers import middlewares
@@ -40,27 +40,32 @@ from kvroute.settings.serve import ServeSettings
 
 def run(settings: ServeSettings) -> int:
     """Serve until a signal arrives. Return the exit code: 0, or 1 if the start failed."""
-    progress = StartProgress()
+    signals, progress = StopSignals(), StartProgress()
     private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))
     try:
         with ExitStack() as running:
-            return _serve(settings, private, progress, running)
+            return _serve(settings, private, signals, progress, running)
     except StartError as error:
         progress.fail(str(error))
         return 1
-    except KeyboardInterrupt:
+    except (Stopped, KeyboardInterrupt):
         return 0
     finally:
         shutil.rmtree(private, ignore_errors=True)
 
 
 def _serve(
-    settings: ServeSettings, private: Path, progress: StartProgress, running: ExitStack
+    settings: ServeSettings,
+    private: Path,
+    signals: StopSignals,
+    progress: StartProgress,
+    running: ExitStack,
 ) -> int:
     _check(settings)
     examine(OF_OPTIONS, settings, progress)
     port = running.enter_context(reserve(settings.host, settings.port))
-    found = attached(settings, progress, time.sleep, time.monotonic() + settings.start_timeout_s)
+    deadline = time.monotonic() + settings.start_timeout_s
+    found = attached(settings, progress, signals.sleep, deadline)
     if settings.redis_url:
         check_own_redis(settings.redis_url, progress)
     model = _model(found, settings.redis_url or started_redis(private, progress, running))
@@ -100,14 +105,27 @@ def _model(found: Attached, redis_url: str) -> ModelSettings:
 
 
 async def _run(settings: ServeSettings, model: ModelSettings, progress: StartProgress) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in STOPPING:
+        loop.add_signal_handler(number, stop.set)
+    stopping = asyncio.create_task(stop.wait(), name="stop")
     surroundings = OneProcess(settings.host, model.cluster)
     # The agents go on while the router ends, since its last answers need them.
     around_agents = OneProcess(settings.host, model.cluster)
     agents = Agents(ReplicaSettings.model_validate(model.for_replicas()), around_agents)
     following = asyncio.create_task(agents.run(), name="agents")
-    router = await AssembledRouter.start(
-        [(RouterSettings.model_validate(model.for_routers()), agents)], surroundings
+    own = RouterSettings.model_validate(model.for_routers())
+    starting = asyncio.create_task(
+        AssembledRouter.start([(own, agents)], surroundings), name="router"
     )
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        following.cancel()
+        await asyncio.gather(starting, following, return_exceptions=True)
+        return 0
+    router = starting.result()
     server = uvicorn.Server(
         uvicorn.Config(
             _served(router),
@@ -122,12 +140,7 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
             ssl_keyfile=settings.tls_key,
         )
     )
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     serving = asyncio.create_task(_quietly(server), name="http")
-    for number in STOPPING:
-        loop.add_signal_handler(number, stop.set)
-    stopping = asyncio.create_task(stop.wait(), name="stop")
     checking = asyncio.create_task(_check_tasks(router), name="checks")
     ends = [serving, following, stopping, checking]
     ready, url = asyncio.create_task(_ready(server, agents), name="ready"), endpoint(settings)
@@ -140,8 +153,8 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
             progress.say(f"kvroute ready at {url}", style="bold green")
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     failed = [task for task in ends if task.done() and task is not stopping]
-    for task in failed:
-        progress.fail(f"a part of kvroute has ended ({task.get_name()}): {task.exception()!r}")
+    for part in failed:
+        progress.fail(f"a part of kvroute has ended ({part.get_name()}): {part.exception()!r}")
     for number in STOPPING:
         loop.remove_signal_handler(number)
     surroundings.drain()
@@ -153,8 +166,8 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
             await asyncio.shield(serving)
     router.end_answers()
     await router.close()
-    for task in (following, stopping, checking, ready):
-        task.cancel()
+    for running in (following, stopping, checking, ready):
+        running.cancel()
     await asyncio.gather(*ends, ready, return_exceptions=True)
     return 1 if failed else 0
 
