@@ -59,11 +59,12 @@ MODEL_NAMES = re.compile(
 )
 # Modules or tests below tests.entrypoints that kvroute fails, and the difference in docs/api.md.
 REASONS = {
+    "anthropic.test_messages::test_anthropic_streaming": "`message_start`",
     "openai.chat_completion.test_chat_completion::test_kv_transfer_": "`kv_transfer_params`",
     "openai.chat_completion.test_chat::test_long_seed": "`seed`",
     "openai.responses.test_stateful::test_background_error": "`background`",
 }
-MIN_PASSED = 90  # 96 of 152 pass on kvroute
+MIN_PASSED = 90  # 94 of 152 pass on kvroute
 
 
 @pytest.fixture(scope="module")
