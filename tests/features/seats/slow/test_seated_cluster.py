@@ -183,7 +183,7 @@ def test_who_is_refused_comes_again_and_succeeds(cluster: Cluster, holder: str) 
 def test_seats_are_needed_by_themselves_when_contexts_do_not_fit_and_all_complete() -> None:
     """Sessions of 600 to 3,600 tokens share a cache of 16,384. Without seats, each turn computes
     its whole context again."""
-    options = ("--engine", "simulated", "--simulated-blocks", "256", "--max-wait-s", "100")
+    options = ("--engine", "simulated", "--simulated-blocks", "256", "--max-wait-s", "290")
     speed = ("--simulated-prefill-tokens-per-s", "3000", "--simulated-decode-ms", "1")
     with (
         start_cluster(*options, *speed) as cluster,
@@ -191,19 +191,20 @@ def test_seats_are_needed_by_themselves_when_contexts_do_not_fit_and_all_complet
     ):
         was_limited = Event()
 
-        def live(session: str) -> int:
-            """Send the session's turns, and return how many were answered."""
-            statuses = []
+        def live(session: str) -> list[str]:
+            """Send the session's turns, and return the refusals."""
+            refusals = []
             for number in range(1, TURNS + 1):
                 asked, headers = body(session, number, words=4 * WORDS), {SESSION: session}
                 answer = httpx.post(url(cluster), json=asked, headers=headers, timeout=300)
-                statuses.append(answer.status_code)
+                if answer.status_code != 200:
+                    refusals.append(f"{answer.status_code} {answer.text}")
                 if seats(cluster)["is_limited"]:
                     was_limited.set()
             end(cluster, session)
-            return statuses.count(200)
+            return refusals
 
         names = [f"{wave}-{one}" for wave in range(WAVES) for one in range(CROWD)]
-        assert [*pool.map(live, names)] == [TURNS] * len(names)
+        assert not [refusal for refusals in pool.map(live, names) for refusal in refusals]
         assert was_limited.is_set()
         assert seats(cluster)["seats"] == 0
