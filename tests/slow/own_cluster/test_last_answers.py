@@ -53,7 +53,7 @@ async def test_the_first_signal_lets_answers_finish_and_ends_the_rest_with_an_er
             await until(lambda: in_flight(cluster) == len(answers))
             os.killpg(cluster.process.pid, signal.SIGINT)  # as a terminal sends it
             await until(lambda: httpx.get(cluster.url + "/health").status_code == 503)
-            assert (await client.get("/-/healthz")).status_code == 503
+            await until(lambda: httpx.get(cluster.url + "/-/healthz").status_code == 503)
             refused = await client.post(CHAT, json=body(1, stream=False))
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert refused.json()["error"]["code"] == "stopping"
