@@ -79,6 +79,7 @@ NOT_HERE = {
         f"{ITS_OWN}: test_telemetry.py has one"
     ),
     "kvroute attach": f"{ITS_OWN}: test_attached_cluster.py has one",
+    "kvroute serve --attach": f"{ITS_OWN}: test_mixed_fleet.py has one",
     "vllm serve": f"{ITS_OWN}: test_attached_cluster.py starts such servers",
     "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
     "kvroute replay rollouts.jsonl": f"{MINUTES}: test_replay_at_once.py replays fewer sessions",
