@@ -41,7 +41,7 @@ def _clearing() -> Callable[[Any], int]:
     def clear(actor: Any) -> int:
         import asyncio
 
-        (rank,) = actor._replica_impl._user_callable_wrapper.user_callable._ranks
+        (rank,) = actor._replica_impl._user_callable_wrapper.user_callable._server._ranks
         engine = rank.engine
         asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine._task.get_loop())
         return len(engine._pool.copies())
