@@ -25,8 +25,8 @@ class HttpCall(Struct, frozen=True, array_like=True):
     """The client's HTTP request, for the replica's HTTP application.
 
     To render a body is to convert it to the prompt's token ids. If another replica has answered
-    part of the request, the fields from `deltas` to `written_tokens` describe that part. The
-    application produces that part again without sending it, and continues after it.
+    part of the request, the fields from `deltas` to `written_tokens`, and `text_chars`, describe
+    that part. The application produces that part again without sending it, and continues after it.
     """
 
     path: str
@@ -45,6 +45,8 @@ class HttpCall(Struct, frozen=True, array_like=True):
     variant: str = ""  # the variant of the model that the body asks for; see Scope
     features: dict[str, bytes] = {}  # name of a feature -> its data for its side in the replica
     upload: Upload | None = None  # the body, if the replica gets it in parts before the request
+    # Characters of the answer that an attached server has sent; -1: no such server has begun it.
+    text_chars: int = -1
 
 
 # A value of HttpCall.problem: no replica is in the index, for example because Redis was emptied.
@@ -63,6 +65,9 @@ class HttpPart(Struct, frozen=True, array_like=True, gc=False):
     # True: the engine delivered the whole response at its end, so the time of its first token is
     # unknown.
     is_whole: bool = False
+    # Unix time in the response of an attached server, which sets it itself; 0: that of the call.
+    created: int = 0
+    text_chars: int = 0  # characters of the answer in `data`, if `created` is set
 
 
 class Rendered(Struct, frozen=True, array_like=True):
@@ -86,6 +91,8 @@ def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
         parts[0].written_tokens,
         all(part.can_continue for part in parts),
         parts[0].is_whole,
+        max(part.created for part in parts),
+        sum(part.text_chars for part in parts),
     )
 
 

@@ -14,6 +14,7 @@ from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first file that exists is used
 TEMPLATE_FILE = "chat_template.jinja"  # has priority over the template in CONFIG_FILE
 CONFIG_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
 
 NO_VARIANTS: Mapping[str, str] = MappingProxyType({})
 
@@ -69,6 +70,18 @@ def chat_template(model: str, revision: str) -> str:
     if isinstance(in_config, list):  # several templates, each with a name
         in_config = "".join(str(entry.get("template", "")) for entry in in_config)
     return str(in_config)
+
+
+def usual_max_tokens(model: str, revision: str) -> int | None:
+    """Return the limit of an answer's tokens in the model's own settings; None: it has none there.
+
+    Args:
+        model: a folder, or a hub name whose files are in the local cache.
+        revision: the hub's revision; empty: the default.
+    """
+    settings = json.loads(_read(model, GENERATION_FILE, revision) or b"{}")
+    limit: int | None = settings.get("max_new_tokens")
+    return limit
 
 
 def _digest(content: bytes) -> str:

@@ -1,9 +1,9 @@
-"""The engine of an attached server: forwards requests, and follows the server's KV cache."""
+"""The engine of an attached server: knows what the server has cached, and what it does."""
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -11,29 +11,18 @@ from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope, Space
 from kvroute.contract.generation import (
-    Chunk,
     Emit,
-    EngineAwayError,
     EngineDeadError,
     GenerateRequest,
-    client_id,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.preparation import prepared
 from kvroute.contract.records import MAX_COUNT, EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.process.asgi import pieces
-from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, ServerAnswer
-from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
-from kvroute.replica.attached_engine.event_source import EventSource
-from kvroute.replica.attached_engine.sent_blocks import SentBlocks
-from kvroute.replica.attached_engine.server_bodies import (
-    COMPLETIONS,
-    ServerUsage,
-    body_headers,
-    forwarded,
-    with_token_ids,
-)
+from kvroute.replica.attached_engine.forwarding import Forwarding
+from kvroute.replica.attached_engine.server_cache.cached_blocks import ServerBlocks
+from kvroute.replica.attached_engine.server_cache.event_source import EventSource
+from kvroute.replica.attached_engine.server_cache.sent_blocks import SentBlocks
+from kvroute.replica.attached_engine.server_cache.wire import decode_batch
 from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import (
     MeasuredCopies,
@@ -45,8 +34,6 @@ from kvroute.replica.attached_engine.server_facts import (
     is_asleep,
     load_of,
 )
-from kvroute.replica.attached_engine.server_rendering import render
-from kvroute.replica.attached_engine.wire import decode_batch
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlocksHeld,
@@ -59,7 +46,6 @@ from kvroute.replica.engine.protocol import Engine
 
 log = logging.getLogger("kvroute.attached")
 
-RANK_HEADER = "x-data-parallel-rank"  # the rank that is to run the request
 MAX_BLOCKS = 10_000_000  # blocks of a server that are followed: bounds this process's memory
 CATCH_UP_S = 5.0  # seconds that a server which is back waits for its KV cache events
 
@@ -77,7 +63,8 @@ class Owned(Protocol):
 class AttachedEngine(Engine):
     """One data parallel rank of a server that somebody else runs.
 
-    It has no pins and no order of eviction of its own. Its answers cannot be continued elsewhere.
+    It has no pins and no order of eviction of its own. Another server can continue the streams that
+    resumption/plain_stream.py describes.
     """
 
     def __init__(
@@ -87,6 +74,8 @@ class AttachedEngine(Engine):
         server: ServerFacts,
         rank: int,
         space: Space,
+        *,
+        has_usual_limit: bool = False,
     ) -> None:
         """Create an engine.
 
@@ -96,13 +85,16 @@ class AttachedEngine(Engine):
             server: What the server says about itself.
             rank: The number of the data parallel rank.
             space: What all fingerprints of the model share.
+            has_usual_limit: Whether the model's own settings limit the tokens of an answer whose
+                request does not.
         """
         self.facts = facts
         self._connection = connection
         self._rank = rank
-        self._rank_headers = {RANK_HEADER: str(rank)} if len(server.ranks) > 1 else {}
         self._space = space
-        self._model = server.model
+        self._forwarding = Forwarding(
+            connection, server, rank, facts.block_size, has_usual_limit=has_usual_limit
+        )
         self._adapters = tuple(server.adapters)  # LoRA adapters; the server has loaded all of them
         self._server_blocks = facts.capacity_blocks  # the server's own blocks
         self._cached = ServerBlocks(space)
@@ -121,7 +113,6 @@ class AttachedEngine(Engine):
         self._skipped = Counter[str]()  # the server's events of unknown kinds, by kind
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
-        self._rendering_differences = 0  # prompts of another length than the router's
         self._tasks: list[asyncio.Task[None]] = []
         self._owned: Owned | None = None  # only rank 0 has it
 
@@ -158,93 +149,18 @@ class AttachedEngine(Engine):
         """
         if request.pin:
             admit_pin(request, self)
-        if request.answered:
-            raise EngineAwayError(f"{self._connection.url} cannot continue another server's answer")
-        prepared()
-        try:
-            if request.call is None:
-                await self._generate_raw(request, emit)
-            else:
-                await self._forward(request, request.call, emit)
-        except (httpx.HTTPError, httpx.StreamError) as error:
-            self._connection.suspect()
-            reason = f"{type(error).__name__} {error}".strip()
-            raise EngineAwayError(f"{self._connection.url}: {reason}") from error
-
-    async def _forward(self, request: GenerateRequest, call: HttpCall, emit: Emit) -> None:
-        answer = ServerAnswer(
-            call.path, emit, len(request.token_ids), self._expected_tokens(request)
+        is_computed = await self._forwarding.send(
+            request,
+            emit,
+            expected_tokens=self._expected_tokens(request),
+            reports_hits=self._reports_hits(),
         )
-        request_id = client_id(request.request_id)
-        async with self._connection.client.stream(
-            "POST",
-            self._connection.url + call.path,
-            content=self._body(request, call),
-            headers={
-                **body_headers(call),
-                "x-request-id": request_id,
-                **self._rank_headers,
-                **(request.trace or {}),
-            },
-        ) as response:
-            answer.status = response.status_code
-            answer.content_type = response.headers.get("content-type", "")
-            await answer.read(response.aiter_bytes())
-        if answer.status == httpx.codes.OK:
+        if is_computed:
             self._learn(request)
-            self._compare(request, call, answer.usage)
-
-    def _body(self, request: GenerateRequest, call: HttpCall) -> bytes | AsyncIterator[bytes]:
-        """Return the body for the server. A form with a recording is sent in parts, unchanged."""
-        if call.upload:
-            return pieces(call.upload.path)
-        body, namespace = call.body, request.namespace or call.namespace
-        if call.has_prefix:
-            body = with_token_ids(call.path, body, request.token_ids.tolist())
-        return forwarded(call.path, body, namespace=namespace, reports_hits=self._reports_hits())
-
-    def _compare(self, request: GenerateRequest, call: HttpCall, usage: ServerUsage) -> None:
-        """Compare the length of the server's prompt with the length of the router's."""
-        tokens = len(request.token_ids)
-        if call.is_rendered and tokens and usage.prompt_tokens not in (None, tokens):
-            self._rendering_differences += 1
-            log.warning(
-                "request %s has %d tokens at %s, and the router's prompt had %d",
-                client_id(request.request_id),
-                usage.prompt_tokens,
-                self._connection.url,
-                tokens,
-            )
-
-    async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
-        """Compute a prompt of token ids, which no client has sent."""
-        expected_tokens = self._expected_tokens(request)
-        body: dict[str, Any] = {
-            "model": request.variant or self._model,
-            "prompt": request.token_ids.tolist(),
-            "max_tokens": request.max_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-        }
-        if request.namespace:
-            body["cache_salt"] = request.namespace
-        response = await self._connection.client.post(
-            self._connection.url + COMPLETIONS,
-            json=body,
-            headers={**self._rank_headers, **(request.trace or {})},
-        )
-        if response.status_code != httpx.codes.OK:
-            raise ValueError(f"{self._connection.url} has refused a prompt: {response.text[:300]}")
-        self._learn(request)
-        emit(Chunk((UNKNOWN_TOKEN,) * request.max_tokens, expected_tokens, is_last=True))
 
     async def render(self, call: HttpCall) -> Rendered:
         """Return the prompt that the server would make of the call, as far as it tells."""
-        try:
-            return await render(self._connection.client, self._connection.url, call)
-        except httpx.HTTPError as error:
-            self._connection.suspect()
-            raise EngineAwayError(f"{self._connection.url}: {error}") from error
+        return await self._forwarding.render(call)
 
     def _expected_tokens(self, request: GenerateRequest) -> int:
         """Return the prompt tokens that the server has cached, by the table of its blocks."""
@@ -402,7 +318,7 @@ class AttachedEngine(Engine):
         load = load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
         return replace(
             load,
-            rendering_differences=self._rendering_differences,
+            rendering_differences=self._forwarding.rendering_differences,
             variants=self._adapters,
         )
 

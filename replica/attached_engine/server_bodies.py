@@ -46,7 +46,9 @@ class ServerUsage(NamedTuple):
         )
 
 
-def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> bytes:
+def forwarded(
+    path: str, body: bytes, *, namespace: str, reports_hits: bool, returns_ids: bool = False
+) -> bytes:
     """Return the body to send; it is the client's own, byte for byte, if nothing has to change.
 
     A stream is not asked for its usage if the client does not ask: the response would differ. The
@@ -58,10 +60,11 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
         body: the client's JSON.
         namespace: the cache salt; empty: everybody shares the blocks.
         reports_hits: whether the server is asked to report the blocks of a cache hit.
+        returns_ids: whether the server is asked for token ids.
     """
     reports_hits = reports_hits and path in WITH_XARGS
     may_ask = any(mark in body for mark in REPORT_MARKS)
-    if not (namespace or reports_hits or may_ask):
+    if not (namespace or reports_hits or may_ask or returns_ids):
         return body
     fields = _decode(body)
     if not isinstance(fields, dict):
@@ -69,6 +72,8 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
     changed = dict(fields)
     if namespace:
         changed["cache_salt"] = namespace
+    if returns_ids:
+        changed["return_token_ids"] = True
     own = {REPORT_MODE: "full"} if reports_hits else {}
     if own or REPORT_MODE in _object(fields.get("vllm_xargs")):
         given = _object(fields.get("vllm_xargs"))

@@ -108,6 +108,14 @@ class ServerConnection:
         """Check the server's health now, because a request has failed."""
         self._suspicion.set()
 
+    async def is_lost(self) -> bool:
+        """Ask the server for its health, and return whether it is away."""
+        try:
+            response = await get(self.client, f"{self.url}/health")
+        except httpx.HTTPError:
+            return True
+        return response.status_code != httpx.codes.OK
+
     async def wait_until_away(self) -> str:
         """Wait until the server does not answer, and return why."""
         await self._is_away.wait()

@@ -7,7 +7,7 @@ from functools import partial
 from redis.asyncio import Redis
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.identity import chat_template
+from kvroute.contract.identity import chat_template, usual_max_tokens
 from kvroute.contract.records import EngineFacts
 from kvroute.replica.attached_engine.attached import AttachedEngine
 from kvroute.replica.attached_engine.child_server import ChildServer
@@ -143,11 +143,19 @@ async def _engines(
 ) -> list[AttachedEngine]:
     """Return a started engine for each rank of the server."""
     template = await asyncio.to_thread(chat_template, folder, settings.revision)
+    usual_limit = await asyncio.to_thread(usual_max_tokens, folder, settings.revision)
     format_ = content_format(template)
     space = Space(settings.served_model_name, settings.revision, settings.block_size)
     url = connection.url if settings.is_attached else ""
     engines = [
-        AttachedEngine(connection, _facts(url, server, rank, format_, unfit), server, number, space)
+        AttachedEngine(
+            connection,
+            _facts(url, server, rank, format_, unfit),
+            server,
+            number,
+            space,
+            has_usual_limit=usual_limit is not None,
+        )
         for number, rank in enumerate(server.ranks)
     ]
     for engine in engines:

@@ -90,6 +90,9 @@ class Generation:
         self._deltas: list[int] = []  # number of tokens in each of the engine's outputs so far
         # False once the replica has said that no other replica can continue the response exactly.
         self._parts_can_continue = True
+        # Unix time in the response of an attached server, and characters of its answer so far. The
+        # time is 0 if the replica has used the time of the call.
+        self._created, self._text_chars = 0, 0
         self._has_data = False  # True once the client may have received a part of the response
 
     @property
@@ -144,6 +147,8 @@ class Generation:
     def _note(self, part: HttpPart) -> None:
         self._deltas.extend(part.deltas)
         self._parts_can_continue &= part.can_continue
+        self._created = part.created or self._created
+        self._text_chars += part.text_chars
         self._has_data |= bool(part.data)
 
     def close(self) -> None:
@@ -176,8 +181,8 @@ class Generation:
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other replica can continue its answer exactly (reasons are, for example, "
-                "that it is an attached server, n above 1, or a presence_penalty)",
+                "and no other replica can continue its answer exactly (reasons are, for example, n "
+                "above 1, a presence_penalty, or tools at an attached server)",
             ) from error
         self._current = await self._start(self._remaining_request(), self._context, self._losses)
         return self._current.first
@@ -197,12 +202,15 @@ class Generation:
         """
         if not self._parts_can_continue:
             self._emitted, self._deltas, self._parts_can_continue = [], [], True
+            self._created, self._text_chars = 0, 0
             return self._request
         call = replace(
             self._call,
             deltas=tuple(self._deltas),
             cached_tokens=self.cached_tokens,
             written_tokens=self._written_tokens,
+            created=self._created or self._call.created,
+            text_chars=self._text_chars if self._created else -1,
         )
         return replace(self._request.after(self._emitted), call=call)
 

@@ -14,9 +14,14 @@ from msgspec.structs import replace
 from kvroute.blocks.cache_groups import CacheGroup, Layout, group_fingerprint
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
-from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
-from kvroute.replica.attached_engine.sent_blocks import SentBlocks
-from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
+from kvroute.replica.attached_engine.server_cache.cached_blocks import ServerBlocks
+from kvroute.replica.attached_engine.server_cache.sent_blocks import SentBlocks
+from kvroute.replica.attached_engine.server_cache.wire import (
+    Batch,
+    ClearedEvent,
+    RemovedEvent,
+    StoredEvent,
+)
 from kvroute.replica.block_table import BlockTable, Changes
 
 SIZE = 4  # tokens in a block

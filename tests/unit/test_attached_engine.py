@@ -24,10 +24,10 @@ from kvroute.contract.records import Description, EngineFacts, TierFacts
 from kvroute.replica import publisher as publisher_module
 from kvroute.replica.attached_engine import server_connection as connection_module
 from kvroute.replica.attached_engine.attached import AttachedEngine
-from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
+from kvroute.replica.attached_engine.server_cache.cached_blocks import ServerBlocks
+from kvroute.replica.attached_engine.server_cache.wire import decode_batch
 from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import EventAddress, RankFacts, ServerFacts
-from kvroute.replica.attached_engine.wire import decode_batch
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlockStored, KVEvent, LayoutChanged, Transfers
 from kvroute.replica.engine_metrics import ReplicaMetrics

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvroute.replica.attached_engine.event_source import EventSource
+from kvroute.replica.attached_engine.server_cache.event_source import EventSource
 from tests.support.kv_publisher import publishing, two_ports
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvroute.replica.attached_engine.wire import (
+from kvroute.replica.attached_engine.server_cache.wire import (
     MAX_KINDS,
     ClearedEvent,
     RemovedEvent,

@@ -174,8 +174,8 @@ class ReplicaOptions(CommonOptions):
         Option(
             MODEL,
             "off: replicas run vLLM without kvroute's changes. Then there are no pins and no host "
-            "memory tier, and answers of a lost replica are not continued. kvroute switches them "
-            "off by itself if they do not fit the installed vLLM.",
+            "memory tier, and only plain streams of a lost replica are continued (docs/attach.md). "
+            "kvroute switches them off by itself if they do not fit the installed vLLM.",
         ),
     ] = "on"
     attach: Annotated[

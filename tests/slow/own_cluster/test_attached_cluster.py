@@ -176,26 +176,46 @@ def test_a_killed_server_costs_no_request_without_a_first_byte(
     test_questions_go_where_their_document_is_cached(cluster)
 
 
-def test_a_stream_that_had_begun_ends_with_an_error(
-    cluster: Cluster, servers: list[AttachableServer]
-) -> None:
-    body = {"model": NAME, "messages": [{"role": "user", "content": "Count."}], "stream": True}
-    body |= {"max_tokens": 1500, "ignore_eos": True}
-    with httpx.stream("POST", f"{cluster.url}{CHAT}", json=body, timeout=120) as response:
+def lines_with_a_kill(
+    cluster: Cluster, servers: list[AttachableServer], path: str, body: dict[str, Any]
+) -> list[str]:
+    """Return the lines of a stream whose server is killed after ten of them."""
+    with httpx.stream("POST", f"{cluster.url}{path}", json=body, timeout=TIMEOUT_S) as response:
         lines = response.iter_lines()
-        for _ in range(10):
-            next(lines)
+        got = [next(lines) for _ in range(10)]
         busy = [server for server in servers if _running(server)]
         for server in busy:
             server.kill()
-        rest = [*lines]
+        got += lines
     assert len(busy) == 1
-    errors = [line for line in rest if line.startswith('data: {"error"')]
-    assert len(errors) == 1
-    assert "attached server" in errors[0]
     busy[0].start()
     busy[0].wait()
     wait_until(lambda: _replicas(cluster) == 2)
+    return got
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_goes_on_when_its_server_is_killed(
+    cluster: Cluster, servers: list[AttachableServer], path: str
+) -> None:
+    own = {"messages": [{"role": "user", "content": "Count."}]} if path == CHAT else question(0, "")
+    body = {"model": NAME, "stream": True, "temperature": 0, **own}
+    body |= {"min_tokens": 600, "max_tokens": 600, "stream_options": {"include_usage": True}}
+    expected = Joined(comparable(post(f"{servers[0].url}{path}", json=body).content))
+    got = lines_with_a_kill(cluster, servers, path, body)
+    assert Joined(comparable("\n".join(got).encode())) == expected
+
+
+def test_a_stream_with_tools_ends_with_an_error(
+    cluster: Cluster, servers: list[AttachableServer]
+) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Count."}], "stream": True}
+    body |= {"max_tokens": 1500, "ignore_eos": True, "tools": [tool], "tool_choice": "none"}
+    lines = lines_with_a_kill(cluster, servers, CHAT, body)
+    errors = [line for line in lines if line.startswith('data: {"error"')]
+    assert len(errors) == 1
+    assert "attached server" in errors[0]
 
 
 def test_a_killed_replica_is_replaced_and_knows_its_server_again(cluster: Cluster) -> None:

@@ -9,8 +9,13 @@ from kvroute.blocks.cache_groups import Layout
 from kvroute.blocks.chain import Scope, Space
 from kvroute.blocks.fingerprint import Fingerprint, MediaSpan
 from kvroute.blocks.tiers import GPU, GROUPS, HOST, Tier
-from kvroute.replica.attached_engine.server_groups import Place, ServerGroups
-from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
+from kvroute.replica.attached_engine.server_cache.server_groups import Place, ServerGroups
+from kvroute.replica.attached_engine.server_cache.wire import (
+    Batch,
+    ClearedEvent,
+    RemovedEvent,
+    StoredEvent,
+)
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockHash,

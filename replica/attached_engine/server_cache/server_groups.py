@@ -11,7 +11,7 @@ from fractions import Fraction
 from kvroute.blocks.cache_groups import FULL, HOST_GROUPS, STATE, WINDOW, CacheGroup, Layout
 from kvroute.blocks.tiers import GPU, GROUPS, HOST
 from kvroute.contract.records import MAX_COUNT
-from kvroute.replica.attached_engine.wire import StoredEvent
+from kvroute.replica.attached_engine.server_cache.wire import StoredEvent
 
 FULL_ATTENTION = "full_attention"
 MAX_BLOCK_TOKENS = 2**20  # most tokens of a block that an event can have; more is nonsense

@@ -1,0 +1,1 @@
+"""Continues an answer of a stock server on another stock server."""
