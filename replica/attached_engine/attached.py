@@ -18,7 +18,6 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import MAX_COUNT, EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.replica.attached_engine.forwarding import Forwarding
 from kvroute.replica.attached_engine.server_cache.cached_blocks import ServerBlocks
 from kvroute.replica.attached_engine.server_cache.event_source import EventSource
 from kvroute.replica.attached_engine.server_cache.sent_blocks import SentBlocks
@@ -34,6 +33,7 @@ from kvroute.replica.attached_engine.server_facts import (
     is_asleep,
     load_of,
 )
+from kvroute.replica.attached_engine.server_requests import ServerRequests
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlocksHeld,
@@ -92,7 +92,7 @@ class AttachedEngine(Engine):
         self._connection = connection
         self._rank = rank
         self._space = space
-        self._forwarding = Forwarding(
+        self._requests = ServerRequests(
             connection, server, rank, facts.block_size, has_usual_limit=has_usual_limit
         )
         self._adapters = tuple(server.adapters)  # LoRA adapters; the server has loaded all of them
@@ -149,7 +149,7 @@ class AttachedEngine(Engine):
         """
         if request.pin:
             admit_pin(request, self)
-        is_computed = await self._forwarding.send(
+        is_computed = await self._requests.send(
             request,
             emit,
             expected_tokens=self._expected_tokens(request),
@@ -160,7 +160,7 @@ class AttachedEngine(Engine):
 
     async def render(self, call: HttpCall) -> Rendered:
         """Return the prompt that the server would make of the call, as far as it tells."""
-        return await self._forwarding.render(call)
+        return await self._requests.render(call)
 
     def _expected_tokens(self, request: GenerateRequest) -> int:
         """Return the prompt tokens that the server has cached, by the table of its blocks."""
@@ -318,7 +318,7 @@ class AttachedEngine(Engine):
         load = load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
         return replace(
             load,
-            rendering_differences=self._forwarding.rendering_differences,
+            rendering_differences=self._requests.rendering_differences,
             variants=self._adapters,
         )
 

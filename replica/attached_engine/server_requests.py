@@ -37,7 +37,7 @@ log = logging.getLogger("kvroute.attached")
 RANK_HEADER = "x-data-parallel-rank"  # the rank that is to run the request
 
 
-class Forwarding:
+class ServerRequests:
     """The requests to one data parallel rank of a server.
 
     Attributes:
