@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from kvroute.deployments import APPLICATION, deployment
 from kvroute.local.progress import StartProgress
 from kvroute.machine.problem import StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.replica.attached_engine.server_client import ServerClient
 from kvroute.replica.attached_engine.server_facts import (
     ServerError,
     ServerFacts,
@@ -139,8 +138,7 @@ def ask(urls: Sequence[str], key_file: Path | None) -> Mapping[str, ServerFacts 
     """
 
     async def ask_all() -> list[ServerFacts | ServerError]:
-        async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
-            return [*await asyncio.gather(*(_answer(client, url) for url in urls))]
+        return [*await asyncio.gather(*(_answer(ServerClient(url, headers)) for url in urls))]
 
     try:
         headers = dict(authorization(key_file))
@@ -152,11 +150,13 @@ def ask(urls: Sequence[str], key_file: Path | None) -> Mapping[str, ServerFacts 
     return dict(zip(urls, asyncio.run(ask_all()), strict=True))
 
 
-async def _answer(client: httpx.AsyncClient, url: str) -> ServerFacts | ServerError:
+async def _answer(server: ServerClient) -> ServerFacts | ServerError:
     try:
-        return await read_facts(client, url)
+        return await read_facts(server)
     except ServerError as error:
         return error
+    finally:
+        await server.close()
 
 
 def _common_adapters(servers: Mapping[str, ServerFacts], progress: StartProgress) -> list[str]:

@@ -3,8 +3,6 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-import httpx
-
 from kvroute.contract.generation import Chunk, Emit
 from kvroute.contract.http_call import HttpPart
 from kvroute.replica.attached_engine.resumption.token_events import EventReader, ReadEvent
@@ -14,6 +12,7 @@ from kvroute.replica.attached_engine.server_bodies import (
     usage_of_body,
     usage_of_event,
 )
+from kvroute.replica.attached_engine.server_client import ServerLostError
 from kvroute.wire.framing import LARGEST_MESSAGE
 
 EVENT_END = b"\n\n"
@@ -52,7 +51,7 @@ class ServerAnswer:
 
         Raises:
             RuntimeError: an event or the whole response is too large.
-            httpx.HTTPError: the server is lost, also if it has ended the answer with an error.
+            ServerLostError: the server is lost, also if it has ended the answer with an error.
         """
         if self.content_type.startswith(EVENT_STREAM):
             await self._read_events(data)
@@ -90,10 +89,10 @@ class ServerAnswer:
         return self.reader is not None and self.reader.can_continue
 
     async def _check_server(self) -> None:
-        """Raise httpx.HTTPError if an answer has ended with an error because the server is lost."""
+        """Raise ServerLostError if an answer has ended with an error because the server is lost."""
         if self.can_continue and self.reader and self.reader.has_failed and self.is_lost:
             if await self.is_lost():
-                raise httpx.RemoteProtocolError("the server has given up the answer, and is away")
+                raise ServerLostError("the server has given up the answer, and is away")
             self.is_lost = None
 
     def _read_whole(self, events: Sequence[bytes]) -> None:

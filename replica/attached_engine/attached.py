@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-import httpx
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope, Space
@@ -258,8 +257,7 @@ class AttachedEngine(Engine):
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the server's cache; only a server in development mode allows that."""
-        response = await self._connection.client.post(f"{self._connection.url}/reset_prefix_cache")
-        if response.status_code != httpx.codes.OK:
+        if not (await self._connection.client.post("/reset_prefix_cache")).is_ok:
             return False
         self._queue(self._sent.clear())
         return True

@@ -2,18 +2,14 @@
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 
-import httpx
-
+from kvroute.replica.attached_engine.server_client import ServerClient, ServerLostError
 from kvroute.replica.attached_engine.server_facts import (
     Samples,
     ServerError,
     ServerFacts,
-    get,
     is_asleep,
     read_facts,
     read_samples,
@@ -23,10 +19,6 @@ from kvroute.replica.attached_engine.server_facts import (
 log = logging.getLogger("kvroute.attached")
 
 CHECK_INTERVAL_S = 0.5  # seconds between two checks of the server's health
-CONNECT_S = 5.0  # timeout in seconds of a new connection
-# Seconds that an idle connection is kept. It is less than half of the 5 s after which vLLM's HTTP
-# server closes one: a request that is sent just then has no answer.
-KEEP_ALIVE_S = 2.0
 
 
 class ServerConnection:
@@ -41,20 +33,7 @@ class ServerConnection:
             socket: The server's Unix socket; None: it is reached by its address.
         """
         self.url = url
-        limits = httpx.Limits(
-            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_S
-        )
-        self.client = httpx.AsyncClient(
-            headers=dict(headers),
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            transport=httpx.AsyncHTTPTransport(
-                verify=_certificates() if url.startswith("https:") else False,
-                uds=None if socket is None else str(socket),
-                limits=limits,
-                trust_env=False,
-            ),
-            trust_env=False,
-        )
+        self.client = ServerClient(url, headers, socket=socket)
         self.facts: ServerFacts | None = None  # what `start` read; None before
         self.samples: Samples = {}  # the latest metrics
         self.observers: list[Callable[[], None]] = []  # called when `samples` was read again
@@ -72,8 +51,8 @@ class ServerConnection:
         """
         while True:
             try:
-                facts = await read_facts(self.client, self.url)
-                self.samples = await read_samples(self.client, self.url)
+                facts = await read_facts(self.client)
+                self.samples = await read_samples(self.client)
                 reason = misfit(facts)
                 if not reason:
                     self.facts, self.away_reason = facts, ""
@@ -111,10 +90,9 @@ class ServerConnection:
     async def is_lost(self) -> bool:
         """Ask the server for its health, and return whether it is away."""
         try:
-            response = await get(self.client, f"{self.url}/health")
-        except httpx.HTTPError:
+            return not (await self.client.get("/health")).is_ok
+        except ServerLostError:
             return True
-        return response.status_code != httpx.codes.OK
 
     async def wait_until_away(self) -> str:
         """Wait until the server does not answer, and return why."""
@@ -128,18 +106,20 @@ class ServerConnection:
     async def _problem(self) -> str:
         """Return why the server cannot answer; empty: it can."""
         try:
-            response = await get(self.client, f"{self.url}/health")
-            if response.status_code != httpx.codes.OK:
-                status = response.status_code
-                return f"{self.url}/health has answered with status {status}; see the server's log"
+            health = await self.client.get("/health")
+            if not health.is_ok:
+                return (
+                    f"{self.url}/health has answered with status {health.status}; see the server's "
+                    "log"
+                )
             if self.away_reason:
-                self._compare(await read_facts(self.client, self.url))
-            self.samples = await read_samples(self.client, self.url)
+                self._compare(await read_facts(self.client))
+            self.samples = await read_samples(self.client)
             for observe in self.observers:
                 observe()
             if is_asleep(self.samples):
                 return f"{self.url} is asleep; wake it up with POST {self.url}/wake_up"
-        except httpx.HTTPError as error:
+        except ServerLostError as error:
             return silence(self.url, error)
         except ServerError as error:
             return str(error)
@@ -158,13 +138,7 @@ class ServerConnection:
 
     async def close(self) -> None:
         """Close the connections to the server."""
-        await self.client.aclose()
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Return the certificates that this machine trusts; all connections of a process share them."""
-    return httpx.create_ssl_context(trust_env=False)
+        await self.client.close()
 
 
 def _kind(facts: ServerFacts) -> tuple[str, list[str], list[tuple[int, int]]]:

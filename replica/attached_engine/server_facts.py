@@ -2,19 +2,20 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.contract.records import MAX_COUNT, Load, TierFacts
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.replica.attached_engine.server_client import ServerClient, ServerLostError
 
-QUESTION_S = 5.0  # timeout in seconds of a question; a generation has none
 OWN_SERVER = "http://replica"  # address of a server that the replica has started itself
 MIN_PREFILL_S = 1.0  # seconds of prefill that a server must have measured for a speed to count
 USUAL_TOKENS_PER_S = 8_000.0  # assumed prefill speed of a server that has measured none yet
@@ -37,9 +38,8 @@ AWAKE = "vllm:engine_sleep_state:awake"
 
 
 # Lines of /metrics that count calls which make a server clear its cache, or change an adapter.
-_CALLS = re.compile(
-    r'http_requests_total\{.*handler="(/reset_prefix_cache|/sleep|/pause|[^"]*adapter[^"]*)"'
-)
+CALLS = "http_requests_total{"
+_CALL = re.compile(r'handler="(?:/reset_prefix_cache|/sleep|/pause|[^"]*adapter[^"]*)"')
 
 
 class ServerError(Exception):
@@ -127,19 +127,20 @@ Samples = Mapping[str, Mapping[str, tuple[float, Mapping[str, str]]]]
 _NONSENSE = (*DECODE_ERRORS, LookupError, TypeError, AttributeError, OverflowError)
 
 
-async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
-    """Return the facts of the server at `url`. Raises ServerError."""
+async def read_facts(server: ServerClient) -> ServerFacts:
+    """Return what a server says about itself. Raises ServerError."""
     try:
-        return await _read_facts(client, url)
+        return await _read_facts(server)
     except _NONSENSE as error:
         raise ServerError(
-            f"{url} has answered in a form that no version of vLLM has ({error!r:.200}); is it a "
-            "vLLM server?"
+            f"{server.url} has answered in a form that no version of vLLM has ({error!r:.200}); is "
+            "it a vLLM server?"
         ) from None
 
 
-async def _read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
-    models = (await _json(client, url, "/v1/models")).get("data") or []
+async def _read_facts(server: ServerClient) -> ServerFacts:
+    url = server.url
+    models = (await _json(server, "/v1/models")).get("data") or []
     adapters = {str(model["id"]): str(model["root"]) for model in models if model.get("parent")}
     base = next((model for model in models if not model.get("parent")), None)
     if base is None:
@@ -147,14 +148,14 @@ async def _read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
     # Names are printed on a terminal and written to Redis.
     if odd := [name for name in (str(base["id"]), *adapters) if not name.isprintable()]:
         raise ServerError(f"{url} serves the model {odd[0]!a}; give it a name that can be printed")
-    samples = await read_samples(client, url)
+    samples = await read_samples(server)
     caches = samples.get("vllm:cache_config_info", {})
     if not caches:
         raise ServerError(
             f"{url}/metrics has no vllm:cache_config_info; attach servers of vLLM 0.26 or newer, "
             "started without --disable-log-stats"
         )
-    sources = await _optional(client, url, "/kv_event_sources")  # by rank; empty: no publisher
+    sources = await _optional(server, "/kv_event_sources")  # by rank; empty: no publisher
     ranks = [
         _rank(number, labels, samples, _address(url, sources.get(number)))
         for number, (_, labels) in sorted(caches.items(), key=lambda item: int(item[0]))
@@ -163,21 +164,22 @@ async def _read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
         model=str(base["id"]),
         model_path=str(base.get("root") or base["id"]),
         max_model_len=int(base.get("max_model_len") or 0),
-        version=str((await _optional(client, url, "/version")).get("version", "")),
+        version=str((await _optional(server, "/version")).get("version", "")),
         ranks=ranks,
         adapters=adapters,
     )
 
 
-async def read_samples(client: httpx.AsyncClient, url: str) -> Samples:
+async def read_samples(server: ServerClient) -> Samples:
     """Return the server's metrics: name -> rank -> value and labels.
 
     Raises:
         ServerError: The server does not answer, or not with metrics.
     """
-    lines = (await _get(client, url, "/metrics")).text.splitlines()
-    known = (line for line in lines if line.startswith(METRICS) or _CALLS.match(line))
-    text = "\n".join(known) + "\n"
+    page = (await _get(server, "/metrics")).decode(errors="replace")
+    content = f"\n{page}\n"  # of which few of the thousand lines are read
+    calls = filter(_CALL.search, _lines(content, CALLS))
+    text = "".join([*(line for name in METRICS for line in _lines(content, name)), *calls])
     samples: dict[str, dict[str, tuple[float, Mapping[str, str]]]] = {}
     try:
         for family in text_string_to_metric_families(text):
@@ -185,8 +187,19 @@ async def read_samples(client: httpx.AsyncClient, url: str) -> Samples:
                 of_rank = samples.setdefault(_name(sample.name, sample.labels), {})
                 of_rank[sample.labels.get("engine", "0")] = sample.value, sample.labels
     except _NONSENSE as error:
-        raise ServerError(f"{url}/metrics cannot be read ({error}); is it a vLLM server?") from None
+        raise ServerError(
+            f"{server.url}/metrics cannot be read ({error}); is it a vLLM server?"
+        ) from None
     return samples
+
+
+def _lines(content: str, start: str) -> Iterator[str]:
+    """Yield the lines that start so, of a page that begins and ends with an end of a line."""
+    at = content.find(f"\n{start}")
+    while at >= 0:
+        end = content.find("\n", at + 1)
+        yield content[at + 1 : end + 1]
+        at = content.find(f"\n{start}", end)
 
 
 def _name(name: str, labels: Mapping[str, str]) -> str:
@@ -337,65 +350,46 @@ def _reachable(address: str, host: str) -> str:
     return address.replace("//*:", f"//{host}:").replace("//0.0.0.0:", f"//{host}:")
 
 
-async def _optional(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, Any]:
+async def _optional(server: ServerClient, path: str) -> Mapping[str, Any]:
     """Return a JSON object, or an empty one if the server has no such route."""
     try:
-        return await _json(client, url, path)
+        return await _json(server, path)
     except ServerError:
         return {}
 
 
-async def _json(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, Any]:
-    response = await _get(client, url, path)
+async def _json(server: ServerClient, path: str) -> Mapping[str, Any]:
+    content = await _get(server, path)
     try:
-        body = response.json()
+        body = msgspec.json.decode(content)
     except DECODE_ERRORS:
         body = None
     if not isinstance(body, dict):
-        raise ServerError(f"{url}{path} has not answered with a JSON object; is it a vLLM server?")
+        raise ServerError(
+            f"{server.url}{path} has not answered with a JSON object; is it a vLLM server?"
+        )
     return body
 
 
-def silence(url: str, error: Exception) -> str:
+def silence(url: str, error: ServerLostError) -> str:
     """Return that a server does not answer, and what to do."""
-    reason = str(error) or type(error).__name__
-    if isinstance(error, httpx.TimeoutException):
-        reason = f"nothing in {QUESTION_S:g} s"
     if url == OWN_SERVER:
-        return f"the replica's vLLM server does not answer ({reason})"
-    return f"{url} does not answer ({reason}); start it"
+        return f"the replica's vLLM server does not answer ({error})"
+    return f"{url} does not answer ({error}); start it"
 
 
-async def get(client: httpx.AsyncClient, address: str) -> httpx.Response:
-    """Return the answer to a question; it is asked again if the connection was just being closed.
-
-    Raises:
-        httpx.HTTPError: the server does not answer.
-        httpx.InvalidURL: this is no address.
-    """
+async def _get(server: ServerClient, path: str) -> bytes:
     try:
-        return await client.get(address, timeout=QUESTION_S)
-    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-        return await client.get(address, timeout=QUESTION_S)
-
-
-async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response:
-    try:
-        response = await get(client, url + path)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerError(silence(url, error)) from None
-    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        reply = await server.get(path)
+    except ServerLostError as error:
+        raise ServerError(silence(server.url, error)) from None
+    if reply.is_ok:
+        return reply.content
+    has_answered = f"{server.url}{path} has answered with status {reply.status}"
+    if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise ServerError(
-            f"{url}{path} has answered with status {response.status_code}; set --attach-key-file "
-            "to a file with the API key of your servers"
+            f"{has_answered}; set --attach-key-file to a file with the API key of your servers"
         )
-    if response.is_server_error:
-        raise ServerError(
-            f"{url}{path} has answered with status {response.status_code}; see the server's log"
-        )
-    if response.status_code != httpx.codes.OK:
-        raise ServerError(
-            f"{url}{path} has answered with status {response.status_code}; expected a vLLM server, "
-            "not a proxy in front of one"
-        )
-    return response
+    if reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise ServerError(f"{has_answered}; see the server's log")
+    raise ServerError(f"{has_answered}; expected a vLLM server, not a proxy in front of one")

@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 
@@ -12,6 +11,7 @@ from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.server_bodies import CHAT, MESSAGES, RESPONSES
+from kvroute.replica.attached_engine.server_client import JSON, ServerClient
 
 BYTES_A_TOKEN = 4  # bytes of a body that count as one token of a prompt that is not known
 TOKENIZE_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "chat_template")
@@ -21,7 +21,7 @@ class UnknownPromptError(Exception):
     """Only the server knows the prompt, and does not tell."""
 
 
-async def render(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendered:
+async def render(server: ServerClient, call: HttpCall) -> Rendered:
     """Return the prompt of a call.
 
     A server with --enable-scale-out renders all bodies. Other servers tokenise conversations of
@@ -29,9 +29,9 @@ async def render(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendere
     no other prompt. A body that the server would refuse is not refused here, but when it is sent.
     """
     try:
-        if rendered := await _by_render_route(client, url, call):
+        if rendered := await _by_render_route(server, call):
             return rendered
-        return await _by_tokenize_route(client, url, call)
+        return await _by_tokenize_route(server, call)
     except (UnknownPromptError, *DECODE_ERRORS):
         return unknown_prompt(len(call.body) // BYTES_A_TOKEN)
 
@@ -43,16 +43,12 @@ def unknown_prompt(tokens: int) -> Rendered:
     return Rendered(np.zeros(tokens, "<u4").tobytes(), is_text=False, media=(never_equal,))
 
 
-async def _by_render_route(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendered | None:
+async def _by_render_route(server: ServerClient, call: HttpCall) -> Rendered | None:
     """Return the prompt from vLLM's route for rendering; None: the server has no such route."""
-    response = await client.post(
-        f"{url}{call.path}/render",
-        content=call.body,
-        headers={"content-type": "application/json"},
-    )
-    if response.status_code != httpx.codes.OK:
+    reply = await server.post_body(f"{call.path}/render", call.body, JSON)
+    if not reply.is_ok:
         return None
-    answer = msgspec.json.decode(response.content)
+    answer = reply.decoded()
     first, *more = map(_rendered, answer if isinstance(answer, list) else [answer])
     return msgspec.structs.replace(first, more=tuple(more))
 
@@ -72,17 +68,17 @@ def _media(media: Mapping[str, Any]) -> Iterator[MediaSpan]:
             yield MediaSpan(str(hash_), int(place["offset"]), int(place["length"]))
 
 
-async def _by_tokenize_route(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendered:
+async def _by_tokenize_route(server: ServerClient, call: HttpCall) -> Rendered:
     """Return the prompt of a conversation of text. Raises UnknownPromptError."""
     body = msgspec.json.decode(call.body)
     if not isinstance(body, dict):
         raise UnknownPromptError
     question = {name: body[name] for name in TOKENIZE_FIELDS if name in body}
     question |= {"model": body.get("model"), "messages": _messages(call.path, body)}
-    response = await client.post(f"{url}/tokenize", content=msgspec.json.encode(question))
-    if response.status_code != httpx.codes.OK:
+    reply = await server.post("/tokenize", question)
+    if not reply.is_ok:
         raise UnknownPromptError
-    return _rendered({"token_ids": msgspec.json.decode(response.content).get("tokens")})
+    return _rendered({"token_ids": reply.decoded().get("tokens")})
 
 
 def _messages(path: str, body: Mapping[str, Any]) -> list[dict[str, str]]:

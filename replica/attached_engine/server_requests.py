@@ -2,9 +2,9 @@
 
 import logging
 from collections.abc import AsyncIterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
-import httpx
 from msgspec.structs import replace
 
 from kvroute.contract.generation import (
@@ -28,6 +28,7 @@ from kvroute.replica.attached_engine.server_bodies import (
     forwarded,
     with_token_ids,
 )
+from kvroute.replica.attached_engine.server_client import ServerLostError
 from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import ServerFacts
 from kvroute.replica.attached_engine.server_rendering import render
@@ -105,17 +106,16 @@ class ServerRequests:
                 await self._continue(request, call, plain, answer, reports_hits=reports_hits)
             else:
                 await self._forward(request, call, plain, answer, reports_hits=reports_hits)
-        except (httpx.HTTPError, httpx.StreamError) as error:
+        except ServerLostError as error:
             self._connection.suspect()
-            reason = f"{type(error).__name__} {error}".strip()
-            raise EngineAwayError(f"{self._connection.url}: {reason}") from error
-        return answer.status == httpx.codes.OK
+            raise EngineAwayError(f"{self._connection.url}: {error}") from error
+        return answer.status == HTTPStatus.OK
 
     async def render(self, call: HttpCall) -> Rendered:
         """Return the prompt that the server would make of the call, as far as it tells."""
         try:
-            return await render(self._connection.client, self._connection.url, call)
-        except httpx.HTTPError as error:
+            return await render(self._connection.client, call)
+        except ServerLostError as error:
             self._connection.suspect()
             raise EngineAwayError(f"{self._connection.url}: {error}") from error
 
@@ -138,7 +138,7 @@ class ServerRequests:
             )
         body = _body(request, call, reports_hits=reports_hits, returns_ids=plain is not None)
         await self._exchange(request, call.path, body, body_headers(call), answer)
-        if answer.status == httpx.codes.OK:
+        if answer.status == HTTPStatus.OK:
             self._compare(request, call, answer.usage)
 
     async def _continue(
@@ -153,7 +153,6 @@ class ServerRequests:
         """Continue an answer that another server has begun."""
         events = await resumed_events(
             self._connection.client,
-            self._connection.url,
             request.variant or self._model,
             request,
             plain,
@@ -178,22 +177,17 @@ class ServerRequests:
         answer: ServerAnswer,
     ) -> None:
         """Send a body to a route, and let the answer read the response."""
-        async with self._connection.client.stream(
-            "POST",
-            self._connection.url + path,
-            content=body,
-            headers={
-                **headers,
-                "x-request-id": client_id(request.request_id),
-                **self._rank_headers,
-                **(request.trace or {}),
-            },
-        ) as response:
-            if answer.has_emitted and response.status_code != httpx.codes.OK:
-                raise httpx.RemoteProtocolError(f"the status is {response.status_code}")
-            answer.status = response.status_code
-            answer.content_type = response.headers.get("content-type", "")
-            await answer.read(response.aiter_bytes())
+        headers = {
+            **headers,
+            "x-request-id": client_id(request.request_id),
+            **self._rank_headers,
+            **(request.trace or {}),
+        }
+        async with self._connection.client.open(path, body, headers) as reply:
+            if answer.has_emitted and reply.status != HTTPStatus.OK:
+                raise ServerLostError(f"the status is {reply.status}")
+            answer.status, answer.content_type = reply.status, reply.content_type
+            await answer.read(reply.parts())
 
     def _compare(self, request: GenerateRequest, call: HttpCall, usage: ServerUsage) -> None:
         """Compare the length of the server's prompt with the length of the router's."""
@@ -219,13 +213,11 @@ class ServerRequests:
         }
         if request.namespace:
             body["cache_salt"] = request.namespace
-        response = await self._connection.client.post(
-            self._connection.url + COMPLETIONS,
-            json=body,
-            headers={**self._rank_headers, **(request.trace or {})},
-        )
-        if response.status_code != httpx.codes.OK:
-            raise ValueError(f"{self._connection.url} has refused a prompt: {response.text[:300]}")
+        headers = {**self._rank_headers, **(request.trace or {})}
+        reply = await self._connection.client.post(COMPLETIONS, body, headers)
+        if not reply.is_ok:
+            reason = reply.content[:300].decode(errors="replace")
+            raise ValueError(f"{self._connection.url} has refused a prompt: {reason}")
 
 
 def _body(

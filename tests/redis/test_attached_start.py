@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import Redis
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.replica.attached_engine import server_facts as server_module
+from kvroute.replica.attached_engine import server_client as server_module
 from kvroute.replica.attached_engine.attached import AttachedEngine
 from kvroute.replica.attached_engine.start import start_attached
 from kvroute.settings.replica import ReplicaSettings

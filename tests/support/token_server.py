@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
-import httpx
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.replica.attached_engine.server_client import Reply, ServerLostError
+from tests.support.scripted_client import Asked, ScriptedClient, Stream
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NAME = "m"  # the model's name at the server
@@ -49,7 +50,7 @@ class TokenServer:
 
     def __init__(self, prompt: Sequence[int], created: int) -> None:
         self.url = f"http://server-{created}"
-        self.client = httpx.AsyncClient(transport=httpx.MockTransport(self._respond))
+        self.client = ScriptedClient(self.url, self._respond)
         self._prompt = [*prompt]
         self._created = created
         self.start((), [])
@@ -82,23 +83,31 @@ class TokenServer:
     def is_lost(self) -> bool:
         return self.bytes_left == 0
 
-    async def _respond(self, request: httpx.Request) -> httpx.Response:
+    def _respond(self, asked: Asked) -> Reply | Stream:
         if self.is_lost:
-            raise httpx.ConnectError("connection refused")
-        if request.url.path == "/health":
-            return httpx.Response(200 if self.is_healthy else 503)
-        body = json.loads(request.content)
-        if request.url.path == "/detokenize":
+            raise ServerLostError("connection refused")
+        if asked.path == "/health":
+            return Reply(200 if self.is_healthy else 503, b"")
+        body = json.loads(asked.body)
+        if asked.path == "/detokenize":
             text = tokenizer().decode(body["tokens"], skip_special_tokens=False)
-            return httpx.Response(200, json={"prompt": text})
-        self.requests.append((request.url.path, body))
+            return Reply(200, json.dumps({"prompt": text}).encode())
+        self.requests.append((asked.path, body))
         self.bytes_left = self._lives.pop(0) if self._lives else None
-        id_ = request.headers["x-request-id"]
-        return httpx.Response(
-            200,
-            headers={"content-type": "text/event-stream; charset=utf-8"},
-            stream=_Bytes(self, self.events(request.url.path, body, id_)),
-        )
+        events = self.events(asked.path, body, asked.headers["x-request-id"])
+        return Stream(200, "text/event-stream; charset=utf-8", partial(self._sent, events))
+
+    async def _sent(self, events: Iterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the bytes of a response, until the server is lost."""
+        for event in events:
+            if self.bytes_left is None:
+                yield event
+                continue
+            left = self.bytes_left
+            self.bytes_left = max(0, left - len(event))
+            yield event[:left]
+            if self.is_lost:
+                raise ServerLostError("incomplete chunked read")
 
     def events(self, path: str, body: Json, id_: str) -> Iterator[bytes]:
         """Yield the events of a response."""
@@ -228,22 +237,3 @@ class _Chat(_Completion):
         if output.finish_reason:
             choice["stop_reason"] = output.stop_reason
         return choice | {"token_ids": output.ids if returns_ids else None}
-
-
-class _Bytes(httpx.AsyncByteStream):
-    """The bytes of a response, until the server is lost."""
-
-    def __init__(self, server: TokenServer, events: Iterator[bytes]) -> None:
-        self._server = server
-        self._events = events
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for event in self._events:
-            left = self._server.bytes_left
-            if left is None:
-                yield event
-                continue
-            self._server.bytes_left = max(0, left - len(event))
-            yield event[:left]
-            if self._server.is_lost:
-                raise httpx.RemoteProtocolError("incomplete chunked read")

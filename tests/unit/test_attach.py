@@ -13,7 +13,7 @@ from kvroute.local.attach import Attached, AttachedFleet, attached
 from kvroute.local.progress import StartProgress
 from kvroute.machine.problem import StartError
 from kvroute.process import ray_internals
-from kvroute.replica.attached_engine import server_facts as server_module
+from kvroute.replica.attached_engine import server_client as server_module
 from kvroute.settings.serve import load
 from tests.support.fake_vllm import BLOCK_SIZE, NAME, FakeServer, fake_servers
 

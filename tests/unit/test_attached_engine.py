@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from kvroute.replica.attached_engine import server_connection as connection_modu
 from kvroute.replica.attached_engine.attached import AttachedEngine
 from kvroute.replica.attached_engine.server_cache.cached_blocks import ServerBlocks
 from kvroute.replica.attached_engine.server_cache.wire import decode_batch
+from kvroute.replica.attached_engine.server_client import Reply
 from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import EventAddress, RankFacts, ServerFacts
 from kvroute.replica.block_table import BlockTable, Changes
@@ -36,6 +36,7 @@ from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.store.index_values import WriterState
 from tests.support.kv_publisher import Publisher, publishing, two_ports
+from tests.support.scripted_client import Asked, ScriptedClient
 
 SIZE = 4  # tokens in a block
 SPACE = Space("model", "", SIZE)
@@ -104,7 +105,7 @@ class Attached:
         self.publisher = publisher
         self.metrics = {'vllm:num_requests_running{engine="0"}': 0.0}
         self.connection = ServerConnection("http://gpu-1", {})
-        self.connection.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        self.connection.client = ScriptedClient("http://gpu-1", self._answer)
         live, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
         events = EventAddress(live, replay, topic="")
         rank = RankFacts(SIZE, CACHE_BLOCKS, True, 1000.0, events)
@@ -114,12 +115,12 @@ class Attached:
         self.table = BlockTable(self.engine.group_entries)
         self.events: list[KVEvent] = []
 
-    def _answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, text=json.dumps({"data": [{"id": "m", "root": "m"}]}))
+    def _answer(self, asked: Asked) -> Reply:
+        if asked.path == "/v1/models":
+            return Reply(200, json.dumps({"data": [{"id": "m", "root": "m"}]}).encode())
         caches = 'vllm:cache_config_info{block_size="4",num_gpu_blocks="501",engine="0"} 1.0\n'
         lines = (f"{name} {value}\n" for name, value in self.metrics.items())
-        return httpx.Response(200, text=caches + "".join(lines))
+        return Reply(200, (caches + "".join(lines)).encode())
 
     def call(self, path: str, status: str = "2xx") -> None:
         """Count a call of the server as vLLM's /metrics does."""

@@ -1,18 +1,18 @@
 """What a server says about itself, and the lists and options of attached servers."""
 
+import asyncio
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvroute.contract.http_call import HttpCall
 from kvroute.contract.records import MAX_COUNT
 from kvroute.process import vllm_build
 from kvroute.replica.attached_engine.child_server import _flags
+from kvroute.replica.attached_engine.server_client import Reply, ServerClient
 from kvroute.replica.attached_engine.server_facts import (
     USUAL_TOKENS_PER_S,
     EventAddress,
@@ -25,6 +25,7 @@ from kvroute.replica.attached_engine.server_rendering import render
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.settings.server_list import ServerList
+from tests.support.scripted_client import Asked, ScriptedClient
 
 URL = "http://gpu-1:8000"
 MODELS = {
@@ -58,18 +59,18 @@ ANSWERS: Mapping[str, Any] = {
 }
 
 
-def server(answers: Mapping[str, Any]) -> httpx.AsyncClient:
-    def answer(request: httpx.Request) -> httpx.Response:
-        if (body := answers.get(request.url.path)) is None:
-            return httpx.Response(404)
+def server(answers: Mapping[str, Any]) -> ScriptedClient:
+    def answer(asked: Asked) -> Reply:
+        if (body := answers.get(asked.path)) is None:
+            return Reply(404, b"")
         text = body if isinstance(body, str) else json.dumps(body)
-        return httpx.Response(200, text=text)
+        return Reply(200, text.encode())
 
-    return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return ScriptedClient(URL, answer)
 
 
 async def test_the_facts_of_a_server() -> None:
-    facts = await read_facts(server(ANSWERS), URL)
+    facts = await read_facts(server(ANSWERS))
     assert (facts.model, facts.model_path, facts.max_model_len) == ("m", "/models/m", 4096)
     first, second = facts.ranks
     assert (first.block_size, first.capacity_blocks) == (16, 100)
@@ -78,27 +79,32 @@ async def test_the_facts_of_a_server() -> None:
 
 
 async def test_a_connection_that_the_server_closes_just_then_costs_no_answer() -> None:
-    asked = Counter[str]()
+    connections = 0
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        asked[request.url.path] += 1
-        if asked[request.url.path] == 1:
-            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
-        body = ANSWERS[request.url.path]
-        return httpx.Response(200, text=body if isinstance(body, str) else json.dumps(body))
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()  # instead of a second response
 
-    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    assert await read_facts(client, URL) == await read_facts(server(ANSWERS), URL)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        client = ServerClient(f"http://127.0.0.1:{port}")
+        assert [await client.get("/health") for _ in range(2)] == [Reply(200, b"ok")] * 2
+        await client.close()
+    assert connections == 2
 
 
 async def test_the_prefill_speed_is_the_measured_one_if_there_is_one() -> None:
-    first, second = (await read_facts(server(ANSWERS), URL)).ranks
+    first, second = (await read_facts(server(ANSWERS))).ranks
     assert first.prefill_tokens_per_s == 3000.0
     assert second.prefill_tokens_per_s == USUAL_TOKENS_PER_S
 
 
 async def test_the_load_of_each_rank() -> None:
-    samples = await read_samples(server(ANSWERS), URL)
+    samples = await read_samples(server(ANSWERS))
     load = load_of(samples, 0, 100)
     assert (load.running, load.waiting, load.used_blocks) == (3, 2, 50)
     assert load_of(samples, 1, 100).running == 1
@@ -108,7 +114,7 @@ async def test_the_load_of_each_rank() -> None:
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
 async def test_a_load_that_cannot_be_true_is_none_or_the_highest_count(value: str) -> None:
     metrics = METRICS.replace(" 3.0", f" {value}").replace(" 0.5", f" {value}")
-    load = load_of(await read_samples(server({"/metrics": metrics}), URL), 0, 100)
+    load = load_of(await read_samples(server({"/metrics": metrics})), 0, 100)
     assert 0 <= load.running <= MAX_COUNT
     assert 0 <= load.used_blocks <= 100
 
@@ -123,7 +129,7 @@ async def test_a_load_that_cannot_be_true_is_none_or_the_highest_count(value: st
         ({"/metrics": "a 1\n"}, "no vllm:cache_config_info"),
         ({"/v1/models": "[" * 100_000}, "is it a vLLM server"),
         ({"/v1/models": {"data": ["m"]}}, "is it a vLLM server"),
-        ({"/v1/models": {"data": [{"id": "\ud800"}]}}, r"ud800'; give it a name"),
+        ({"/v1/models": {"data": [{"id": "\ud800"}]}}, "is it a vLLM server"),
         ({"/v1/models": {"data": [{"id": "\x1b[2J"}]}}, r"x1b\[2J'; give it a name"),
         ({"/metrics": METRICS.replace("num_gpu_blocks", "blocks")}, "is it a vLLM server"),
     ],
@@ -132,12 +138,12 @@ async def test_a_server_that_cannot_be_attached_is_named(
     change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ServerError, match=f"{URL}.*{message}"):
-        await read_facts(server({**ANSWERS, **change}), URL)
+        await read_facts(server({**ANSWERS, **change}))
 
 
 @pytest.mark.parametrize("missing", ["/kv_event_sources", "/version"])
 async def test_older_servers_lack_some_routes(missing: str) -> None:
-    facts = await read_facts(server({**ANSWERS, missing: None}), URL)
+    facts = await read_facts(server({**ANSWERS, missing: None}))
     assert len(facts.ranks) == 2
 
 
@@ -158,14 +164,14 @@ async def test_conversations_of_text_are_tokenised_by_the_server(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if request.url.path != "/tokenize":
-            return httpx.Response(404)
-        asked.append(json.loads(request.content))
-        return httpx.Response(200, json={"tokens": [1, 2, 3]})
+    def answer(question: Asked) -> Reply:
+        if question.path != "/tokenize":
+            return Reply(404, b"")
+        asked.append(json.loads(question.body))
+        return Reply(200, b'{"tokens": [1, 2, 3]}')
 
-    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    rendered = await render(client, URL, HttpCall(path, json.dumps(body).encode(), 0.0))
+    client = ScriptedClient(URL, answer)
+    rendered = await render(client, HttpCall(path, json.dumps(body).encode(), 0.0))
     assert rendered.is_text
     assert len(rendered.token_ids) == 3 * 4
     assert "".join(message["content"] for message in asked[0]["messages"]) == messages
@@ -183,7 +189,7 @@ async def test_conversations_of_text_are_tokenised_by_the_server(
 async def test_a_prompt_that_is_not_known_matches_no_other(body: Any) -> None:
     client = server({})
     call = HttpCall("/v1/messages", json.dumps(body).encode(), 0.0)
-    first, second = [await render(client, URL, call) for _ in range(2)]
+    first, second = [await render(client, call) for _ in range(2)]
     assert not first.is_text
     assert first.refusal is None, "the server itself refuses the body"
     assert first.media != second.media
@@ -223,9 +229,9 @@ def test_an_invalid_line_costs_no_server(tmp_path: Path, line: str) -> None:
     ("status", "remedy"), [(401, "set --attach-key-file"), (500, "see the server's log")]
 )
 async def test_a_status_has_its_own_remedy(status: int, remedy: str) -> None:
-    refusing = httpx.MockTransport(lambda request: httpx.Response(status))
+    refusing = ScriptedClient(URL, lambda asked: Reply(status, b""))
     with pytest.raises(ServerError, match=f"status {status}; {remedy}"):
-        await read_facts(httpx.AsyncClient(transport=refusing), URL)
+        await read_facts(refusing)
 
 
 def test_each_server_has_a_replica(tmp_path: Path) -> None:

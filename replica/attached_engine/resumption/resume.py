@@ -1,9 +1,7 @@
 """Prepares the request with which a server continues another server's answer."""
 
 from collections.abc import Sequence
-
-import httpx
-import msgspec
+from http import HTTPStatus
 
 from kvroute.contract.generation import Chunk, GenerateRequest, client_id
 from kvroute.contract.http_call import HttpPart
@@ -11,6 +9,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.resumption.cut import find_cut
 from kvroute.replica.attached_engine.resumption.plain_stream import PlainStream
 from kvroute.replica.attached_engine.resumption.resumed_events import Begun, ResumedEvents
+from kvroute.replica.attached_engine.server_client import ServerClient
 
 
 class NoTextError(Exception):
@@ -18,8 +17,7 @@ class NoTextError(Exception):
 
 
 async def resumed_events(
-    client: httpx.AsyncClient,
-    url: str,
+    server: ServerClient,
     model: str,
     request: GenerateRequest,
     plain: PlainStream,
@@ -30,8 +28,7 @@ async def resumed_events(
     """Return the reader of the events that continue an answer; None: the server cannot continue it.
 
     Args:
-        client: The HTTP client.
-        url: The server's address.
+        server: The server that is to continue it.
         model: The name of the model, or of the adapter, at the server.
         request: The request, with the tokens of the answer so far.
         plain: The client's request in the form that can be continued.
@@ -39,7 +36,7 @@ async def resumed_events(
         block_size: The tokens of a block of the KV cache.
 
     Raises:
-        httpx.HTTPError: The server does not answer.
+        ServerLostError: The server does not answer.
     """
     call = request.call
     assert call is not None, "only a client's stream is a plain stream"
@@ -47,13 +44,13 @@ async def resumed_events(
 
     async def detokenize(token_ids: Sequence[int]) -> str:
         question = {"model": model, "tokens": token_ids}
-        response = await client.post(f"{url}/detokenize", json=question)
+        reply = await server.post("/detokenize", question)
         try:
-            text = msgspec.json.decode(response.content).get("prompt")
+            text = reply.decoded().get("prompt")
         except (*DECODE_ERRORS, AttributeError):
             text = None
         if not isinstance(text, str):
-            raise NoTextError(f"{url}/detokenize has answered with {response.status_code}")
+            raise NoTextError(f"{server.url}/detokenize has answered with {reply.status}")
         return text
 
     try:
@@ -78,5 +75,5 @@ async def resumed_events(
 
 def refusal(cached_tokens: int) -> Chunk:
     """Return the only chunk of an answer that cannot be continued; the router tells the client."""
-    part = HttpPart(b"{}", httpx.codes.INTERNAL_SERVER_ERROR, "application/json")
+    part = HttpPart(b"{}", HTTPStatus.INTERNAL_SERVER_ERROR, "application/json")
     return Chunk((), cached_tokens, is_last=True, http=part)
