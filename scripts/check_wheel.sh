@@ -35,6 +35,9 @@ main() {
     kvroute replay --help >help
     kvroute replay trace.jsonl --replicas 2 --policy all
     explains_what_is_missing
+    "$work/venv/bin/python" -m pip install --quiet --quiet --no-compile \
+        --constraint "$work/pins" "$wheel[cluster]"
+    refuses 'kvroute\[demo\]' --engine simulated
     echo "wheel: works"
 }
 
@@ -49,11 +52,11 @@ write_trace() {
     done
 }
 
-# Neither vLLM nor the built-in model's packages are installed: serve reports it before any start.
+# Neither vLLM nor Ray is installed: serve reports it before any start.
 explains_what_is_missing() {
     export XDG_CACHE_HOME=$work/cache # where the built-in model is not
     refuses 'kvroute\[gpu\]'
-    refuses 'kvroute\[demo\]' --engine simulated
+    refuses 'kvroute\[cluster\]' --engine simulated
 }
 
 refuses() {

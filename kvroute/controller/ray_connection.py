@@ -21,9 +21,15 @@ def connected(ray_address: str) -> Iterator[None]:
         ray_address: Address of the cluster's Ray, or "auto" for the one that runs on this machine.
 
     Raises:
-        UnreachableError: No Ray answers there, or it belongs to another user.
+        UnreachableError: No Ray answers there, it belongs to another user, or Ray is not installed.
     """
-    import ray
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise UnreachableError(
+            "Ray is not installed; run `pip install 'kvroute[cluster]'` to control a cluster; "
+            "kvroute attach has none"
+        ) from None
 
     from kvroute.process.ray_internals import own_ray_address, stay_on_loopback, use_auth_token
 

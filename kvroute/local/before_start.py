@@ -198,6 +198,15 @@ def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
         raise StartError(f"{problem}; install a supported version")
 
 
+def check_ray_installed() -> None:
+    """Raise StartError if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise StartError(
+            "Ray is not installed; run `pip install 'kvroute[cluster]'`, or `kvroute attach URL`, "
+            "with the address of a vLLM server of your own, which needs no Ray"
+        )
+
+
 def check_engine_args(models: Sequence[CheckedOptions], progress: StartProgress) -> None:
     """Raise StartError if vLLM would reject the engine arguments of a model."""
     if not any(model.engine_args for model in models):
@@ -342,6 +351,7 @@ OF_OPTIONS: Mapping[str, Examine] = {
 OF_MACHINE: Mapping[str, Examine] = {
     "home folder": home_problems,
     "vLLM": final(lambda settings: check_engine_installed(settings.per_model)),
+    "Ray": final(lambda _: check_ray_installed()),
     "GPUs": gpu_problems,
     "memory": lambda settings: engine_needs.memory_problems(settings.per_model, OBJECT_STORE_BYTES),
     "open files": lambda settings: engine_needs.connection_problems(

@@ -340,6 +340,8 @@ def _template_message(message: ChatMessage) -> dict[str, str]:
 
 def _load(model: str | Path, revision: str) -> Any:
     """Load the model's tokenizer, if possible without torch, which takes 0.4 GB of memory."""
+    # Without torch, transformers would warn that it has no models. None is needed here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if _is_generic(Path(model)):
         from transformers import PreTrainedTokenizerFast
 
