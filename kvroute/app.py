@@ -70,7 +70,7 @@ def _fleet(settings: ServeSettings, model: ModelSettings, name: str) -> list[App
     if not model.own_replicas:
         return [_replicas(settings, model, name)]
     attached = {"replicas": model.replicas - model.own_replicas, "gpus_per_replica": 0}
-    own = {"replicas": model.own_replicas, "attach": (), "attach_file": None}
+    own = {"replicas": model.own_replicas, "attach": (), "attach_file": None, "attach_dns": ()}
     return [
         _replicas(settings, model.model_copy(update=attached), name),
         _replicas(settings, model.model_copy(update=own), OWN_REPLICAS),

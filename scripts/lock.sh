@@ -19,6 +19,8 @@ main() {
     lock cpu "${runtime[@]}" --extra cpu --group torch-needs \
         --excludes <(printf '%s\n' "${unused[@]}" "${without_on_cpu[@]}")
     lock gpu "${runtime[@]}" --extra gpu --excludes <(printf '%s\n' "${unused[@]}")
+    # What `kvroute attach` needs: some of the packages of cpu.lock, in the same versions.
+    lock attach pyproject.toml --constraints <(pins cpu)
     lock build --group build
     local group
     for group in audit langchain-tests lm-eval open-responses s3-server sdk-tests site; do

@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import tempfile
 import time
 from contextlib import ExitStack, suppress
@@ -18,7 +17,7 @@ from kvroute.local.attach import Attached, attached
 from kvroute.local.before_start import OF_OPTIONS, examine
 from kvroute.local.launch import (
     check_own_redis,
-    cluster_id,
+    default_cluster,
     endpoint,
     first_steps,
     is_local_only,
@@ -36,6 +35,7 @@ from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
 from kvroute.settings.serve import ServeSettings
+from kvroute.settings.server_list import names_servers
 
 
 def run(settings: ServeSettings) -> int:
@@ -68,17 +68,18 @@ def _serve(
     found = attached(settings, progress, signals.sleep, deadline)
     if settings.redis_url:
         check_own_redis(settings.redis_url, progress)
-    model = _model(found, settings.redis_url or started_redis(private, progress, running))
+    model = _model(found, settings.redis_url or started_redis(settings, private, progress, running))
     port.close()
     return asyncio.run(_run(found.settings, model, progress))
 
 
 def _check(settings: ServeSettings) -> None:
     """Check that there are servers, and that no option needs a cluster. Raises StartError."""
-    if not settings.attach and settings.attach_file is None:
+    if not names_servers(settings):
         raise StartError(
             "there are no servers; run kvroute attach http://HOST:PORT, with the address of each "
-            "vLLM server, or name a file of addresses with --attach-file"
+            "vLLM server, or name a file of addresses with --attach-file, or a DNS name with "
+            "--attach-dns"
         )
     needs = {
         "--own-replicas": settings.own_replicas,
@@ -98,7 +99,7 @@ def _model(found: Attached, redis_url: str) -> ModelSettings:
     (model,) = settings.resolve(
         [Detected(settings.per_model[0].model, 0, found.model)],
         redis_url=redis_url,
-        cluster=cluster_id(socket.gethostname(), settings.port),
+        cluster=default_cluster(settings),
         local_only=is_local_only(settings),
     )
     return model

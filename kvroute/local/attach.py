@@ -27,7 +27,7 @@ from kvroute.replica.attached_engine.server_facts import (
 )
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
-from kvroute.settings.server_list import ServerList
+from kvroute.settings.server_list import listed_servers
 from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.connection import REDIS_ERRORS, connect
 
@@ -69,7 +69,7 @@ def attached(
         "the server which model it serves" if count == 1 else f"{count} servers for their models"
     )
     progress.step(f"asking {asked}")
-    listed = ServerList(settings.attach, settings.attach_file)
+    listed = listed_servers(settings)
     listed.urls()
     if listed.problem:
         progress.warn(f"--attach-file: {listed.problem}; its other lines are used")
@@ -191,10 +191,10 @@ class AttachedFleet:
             reported: Servers that cannot be used, as the terminal shows already, and why.
         """
         self._reported = {**reported}
-        self._servers = ServerList(settings.attach, settings.attach_file)
+        self._servers = listed_servers(settings)
         self._servers.urls()
         self._shown_problem = self._servers.problem  # the start has printed it
-        self._has_file = settings.attach_file is not None
+        self._can_change = bool(settings.attach_file or settings.attach_dns)
         self._models = {  # by the name of the deployment
             deployment(None if len(models) == 1 else model.served_model_name): model
             for model in models
@@ -223,7 +223,7 @@ class AttachedFleet:
         return {name: len(servers) for name, servers in self._lost.items()}
 
     def follow(self) -> None:
-        """Print which servers are lost or back; follow the file of --attach-file."""
+        """Print which servers are lost or back; follow the file and the names of servers."""
         if not self._models or time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + READ_INTERVAL_S
@@ -231,7 +231,7 @@ class AttachedFleet:
         size = len(self._servers.urls())
         self._report_problem(self._servers.problem)
         # An empty list is a mistake, or a file that is being written.
-        if not self._has_file or size in (0, self._size):
+        if not self._can_change or size in (0, self._size):
             return
         from ray.exceptions import RayError
 
@@ -239,7 +239,7 @@ class AttachedFleet:
 
         with suppress(RayError, ValueError):  # the controller is away: ask it a second later
             set_replicas(APPLICATION, deployment(None), size)
-            self._progress.step(f"--attach-file lists {size} servers now; it listed {self._size}")
+            self._progress.step(f"there are {size} servers now; there were {self._size}")
             self._size = size
 
     def _report_problem(self, problem: str) -> None:

@@ -147,6 +147,18 @@ def check_log_dir(log_dir: Path | None) -> None:
         check_writable("--log-dir", log_dir)
 
 
+def check_state_dir(settings: ServeSettings) -> None:
+    """Raise StartError if --state-dir cannot be used."""
+    if settings.state_dir is None:
+        return
+    if settings.redis_url:
+        raise StartError(
+            f"--state-dir is {str(settings.state_dir)!r}, and --redis-url is set too; leave out "
+            "--redis-url to store in the folder, or --state-dir to store in that Redis"
+        )
+    check_writable("--state-dir", settings.state_dir)
+
+
 def check_writable(option: str, folder: Path) -> None:
     """Create a folder if it is missing. Raise StartError if it is not writable."""
     try:
@@ -346,6 +358,7 @@ OF_OPTIONS: Mapping[str, Examine] = {
     **{
         name: final(check) for feature in FEATURES for name, check in feature.before_start().items()
     },
+    "stored data": final(check_state_dir),
     "logs": final(lambda settings: check_log_dir(settings.log_dir)),
 }
 OF_MACHINE: Mapping[str, Examine] = {

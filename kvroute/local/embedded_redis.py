@@ -1,5 +1,6 @@
 """The Redis of a cluster: checks the server of --redis-url, or runs a private one."""
 
+import fcntl
 import importlib.util
 import re
 import secrets
@@ -50,39 +51,69 @@ class RedisAwayError(StartError):
 
 @contextmanager
 def embedded_redis(
-    report: Callable[[str], object] = lambda line: None, *, within: Path | None = None
+    report: Callable[[str], object] = lambda line: None,
+    *,
+    within: Path | None = None,
+    state: Path | None = None,
 ) -> Iterator[str]:
-    """Yield the URL of a new, empty redis-server on a free loopback port.
+    """Yield the URL of a new redis-server on a free loopback port.
 
     The server ends when the `with` block ends, or when the thread that entered the block ends. If
-    it ends earlier, it is started again, empty, with the same URL. Its password keeps other users
-    out.
+    it ends earlier, it is started again with the same URL. Its password keeps other users out.
 
     Args:
         report: Receives a line when the server has ended, and when it is back. It is called in a
             thread of its own.
         within: The folder for the server's folder, which has the password; None: that of temporary
             files.
+        state: The folder that keeps what is stored until the next server; None: each server starts
+            empty.
+
+    Raises:
+        StartError: The server does not start, or another one uses the folder `state`.
     """
-    with tempfile.TemporaryDirectory(prefix="kvroute-redis-", dir=within) as folder:
-        server = _PrivateServer(Path(folder), report)
+    with (
+        _locked(state) as data,
+        tempfile.TemporaryDirectory(prefix="kvroute-redis-", dir=within) as folder,
+    ):
+        server = _PrivateServer(Path(folder), data, report)
         try:
             yield server.url
         finally:
             server.stop()
 
 
+@contextmanager
+def _locked(state: Path | None) -> Iterator[Path | None]:
+    """Yield the folder for the server's data, which no other server uses meanwhile."""
+    if state is None:
+        yield None
+        return
+    data = state / "redis"
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)  # it holds texts of users
+    with (data / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartError(
+                f"--state-dir is {str(state)!r}, which another kvroute uses; stop that one, or "
+                "give each its own folder"
+            ) from None
+        yield data
+
+
 class _PrivateServer:
     """A redis-server that a thread starts again whenever it ends, until it is stopped."""
 
-    def __init__(self, folder: Path, report: Callable[[str], object]) -> None:
+    def __init__(self, folder: Path, data: Path | None, report: Callable[[str], object]) -> None:
         self._port, self._password = free_port(), secrets.token_hex(16)
         self.url = f"redis://:{self._password}@127.0.0.1:{self._port}"
         self._folder = folder
+        self._data = data
         self._report = report
         self._is_stopping = threading.Event()
         self._changing = threading.Lock()  # held while the process is replaced or stopped
-        self._process = _start(self._port, folder, self._password)
+        self._process = _start(self._port, folder, self._password, data)
         self._watcher = threading.Thread(target=self._watch, name="watch Redis", daemon=True)
         try:
             _wait_for_ping(self.url, self._process, folder)
@@ -92,7 +123,7 @@ class _PrivateServer:
             raise
 
     def stop(self) -> None:
-        """Kill the server, whose data need not be saved, and end the thread."""
+        """Kill the server, and end the thread; what is stored was written to the disk before."""
         with self._changing:
             self._is_stopping.set()
             self._process.kill()
@@ -130,7 +161,7 @@ class _PrivateServer:
             if self._is_stopping.is_set():
                 return False
             with suppress(OSError):  # too little memory, for example: this counts as an attempt
-                self._process = _start(self._port, self._folder, self._password)
+                self._process = _start(self._port, self._folder, self._password, self._data)
             return True
 
     def _report_return(self, ended_s: float) -> None:
@@ -143,7 +174,8 @@ class _PrivateServer:
                 self._report(str(error))
         else:
             away_s = time.monotonic() - ended_s
-            self._report(f"Redis is back after {away_s:.1f} s; {AFTERWARDS}")
+            afterwards = "nothing is lost" if self._data else AFTERWARDS
+            self._report(f"Redis is back after {away_s:.1f} s; {afterwards}")
 
 
 def _cause(returncode: int) -> str:
@@ -255,7 +287,10 @@ def _remedy(url: str, error: Exception) -> str:
     )
 
 
-def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[bytes]:
+def _start(
+    port: int, folder: Path, password: str = "", data: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server that appends each write to a file in `data`, if there is such a folder."""
     secret = folder / SECRET  # every user can read a command line, but not this folder
     secret.write_text(f'requirepass "{password}"\n')
     log = (folder / LOG).open("ab")
@@ -263,8 +298,8 @@ def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[byte
         return subprocess.Popen(
             [
                 *(_executable(), secret),
-                *("--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder)),
-                *("--save", "", "--appendonly", "no"),
+                *("--bind", "127.0.0.1", "--port", str(port), "--dir", str(data or folder)),
+                *("--save", "", "--appendonly", "yes" if data else "no"),
             ],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -287,6 +322,9 @@ def _wait_for_ping(url: str, server: subprocess.Popen[bytes], folder: Path) -> N
         while server.poll() is None and time.monotonic() < deadline:
             try:
                 client.ping()
+            except redis.BusyLoadingError:  # it reads what an earlier server has stored
+                deadline = time.monotonic() + START_S
+                time.sleep(0.02)
             except redis.ConnectionError:
                 time.sleep(0.02)
             else:

@@ -1,6 +1,7 @@
 """Starts a whole cluster in the foreground and runs it until a signal stops it."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -9,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from kvroute.local.running import KEY, URL, registered
 from kvroute.local.signals import StopSignals
 from kvroute.machine.problem import StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted
-from kvroute.process.state_folder import state_folder
+from kvroute.process.state_folder import STATE_DIR, state_folder
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.serve import ServeSettings
@@ -129,7 +130,7 @@ def _start(
         check_own_redis(settings.redis_url, progress)
     check_engine_args(settings.per_model, progress)
     paths = [_model(options, progress) for options in settings.per_model]
-    redis_url = settings.redis_url or started_redis(folder.parent, progress, running)
+    redis_url = settings.redis_url or started_redis(settings, folder.parent, progress, running)
     progress.step("starting Ray")
     with progress.waiting("Ray"):
         try:
@@ -146,7 +147,7 @@ def _start(
     models = settings.resolve(
         [Detected(path, count, found.model) for path, count in zip(paths, counts, strict=True)],
         redis_url=redis_url,
-        cluster=cluster_id(socket.gethostname(), settings.port),
+        cluster=default_cluster(settings),
         local_only=is_local_only(settings),
     )
     servers = AttachedFleet(settings, models, progress, found.reported)
@@ -208,9 +209,19 @@ def check_own_redis(url: str, progress: StartProgress) -> None:
         progress.warn(warning)
 
 
-def started_redis(folder: Path, progress: StartProgress, running: ExitStack) -> str:
-    """Start a Redis whose files are in the folder, and return its URL."""
-    url = running.enter_context(embedded_redis(progress.step, within=folder))
+def started_redis(
+    settings: ServeSettings, folder: Path, progress: StartProgress, running: ExitStack
+) -> str:
+    """Start a Redis whose own files are in the folder, and return its URL.
+
+    Its data are in the folder of --state-dir, or nowhere.
+    """
+    if settings.state_dir is not None:
+        os.environ[STATE_DIR] = str(settings.state_dir)  # for this process and its children
+        progress.step(f"stored data: {settings.state_dir}")
+    url = running.enter_context(
+        embedded_redis(progress.step, within=folder, state=settings.state_dir)
+    )
     progress.step(f"Redis {check_redis(url)} started at {without_password(url)}")
     return url
 
@@ -282,6 +293,22 @@ def _application(settings: ServeSettings, models: Sequence[ModelSettings]) -> An
     from kvroute.app import application
 
     return application(settings, models)
+
+
+def default_cluster(settings: ServeSettings) -> str:
+    """Return the id of a cluster that has no --cluster.
+
+    It is kept in the folder of --state-dir, since a container has another host name at each start.
+    """
+    if settings.state_dir is None:
+        return cluster_id(socket.gethostname(), settings.port)
+    kept = settings.state_dir / "cluster"
+    with suppress(FileNotFoundError):
+        if name := kept.read_text().strip():
+            return name
+    name = cluster_id(socket.gethostname(), settings.port)
+    kept.write_text(f"{name}\n")
+    return name
 
 
 def cluster_id(host: str, port: int) -> str:

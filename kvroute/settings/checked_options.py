@@ -9,7 +9,7 @@ from kvroute.features.feature import FeatureSettings
 from kvroute.settings import owned_engine_args
 from kvroute.settings.help import SettingsError
 from kvroute.settings.options.model import ModelOptions
-from kvroute.settings.server_list import ServerList
+from kvroute.settings.server_list import listed_servers
 
 
 class CheckedOptions(ModelOptions):
@@ -49,12 +49,17 @@ class CheckedOptions(ModelOptions):
 
         The file of --attach-file may change later; these are the URLs at the start.
         """
-        listed = ServerList(self.attach, self.attach_file)
+        listed = listed_servers(self)
         urls = tuple(listed.urls())
         if listed.problem and not listed.is_usable:
             raise SettingsError(
                 f"--attach-file is {str(self.attach_file)!r}, which cannot be used "
                 f"({listed.problem}); expected a file with one http://HOST:PORT per line"
+            )
+        if self.attach_dns and not urls:
+            raise SettingsError(
+                f"--attach-dns is {', '.join(self.attach_dns)!r}, at which no server is found; "
+                "start a server, or correct the name"
             )
         if self.attach_file and not urls:
             raise SettingsError(

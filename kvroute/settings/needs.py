@@ -9,6 +9,7 @@ from kvroute.features import FEATURES
 from kvroute.settings import parsers
 from kvroute.settings.help import SettingsError, flags
 from kvroute.settings.options.model import ModelOptions
+from kvroute.settings.server_list import names_servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ def has_host_cache(options: ModelOptions) -> bool:
 
 
 def _is_attached(options: ModelOptions) -> bool:
-    return bool(options.attach or options.attach_file)
+    return names_servers(options)
 
 
 HOST_CACHE = "host memory for blocks: add --host-cache-gb, such as --host-cache-gb 30%"
@@ -51,7 +52,7 @@ NEEDS = (
     Need(
         ("own_replicas", "attach_key_file"),
         _is_attached,
-        "a server of yours: add --attach URL or --attach-file FILE",
+        "a server of yours: add --attach URL, --attach-file FILE or --attach-dns NAME:PORT",
     ),
     Need(
         ("replicas",),

@@ -154,6 +154,17 @@ def checked_urls(values: list[str]) -> list[str]:
     return urls
 
 
+def names_with_ports(values: list[str]) -> list[str]:
+    """Check values of the form NAME:PORT, each of which can be several, separated by commas."""
+    parts = ",".join(values).split(",") if values else []
+    names = [*dict.fromkeys(name.strip() for name in parts)]
+    if not all("/" not in name and _is_server(f"http://{name}") for name in names) or not all(
+        urlsplit(f"http://{name}").port for name in names
+    ):
+        raise PydanticCustomError("names", "expected NAME:PORT, without http:// before it")
+    return names
+
+
 def _is_server(url: str) -> bool:
     try:
         address = urlsplit(url)

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from kvroute.settings import parsers
 from kvroute.settings.options.replica import ReplicaOptions
-from kvroute.settings.server_list import ServerList
+from kvroute.settings.server_list import ServerList, listed_servers, names_servers
 from kvroute.settings.shared_settings import CommonSettings
 
 T = TypeVar("T", bound=BaseModel)
@@ -30,12 +30,12 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
     @property
     def server_list(self) -> ServerList:
         """Return the addresses of the attached servers, which the user runs."""
-        return ServerList(self.attach, self.attach_file)
+        return listed_servers(self)
 
     @property
     def is_attached(self) -> bool:
         """Return whether replicas forward requests to servers that the user runs."""
-        return bool(self.attach or self.attach_file)
+        return names_servers(self)
 
     @property
     def loras_in_memory(self) -> int:

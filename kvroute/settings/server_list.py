@@ -1,11 +1,31 @@
-"""The URLs of attached servers (vLLM servers that the user runs), from options and a file."""
+"""The URLs of attached servers (vLLM servers that the user runs), from all that names them."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kvroute.settings import parsers
+from kvroute.settings.looked_up import looked_up
 
 COMMENT = "#"  # starts a comment in the file
+
+
+class NamesServers(Protocol):
+    """Options that name attached servers."""
+
+    attach: list[str]
+    attach_file: Path | None
+    attach_dns: list[str]
+
+
+def names_servers(options: NamesServers) -> bool:
+    """Return whether options name attached servers."""
+    return bool(options.attach or options.attach_file or options.attach_dns)
+
+
+def listed_servers(options: NamesServers) -> "ServerList":
+    """Return the servers that options name."""
+    return ServerList(options.attach, options.attach_file, options.attach_dns)
 
 
 class ServerList:
@@ -15,9 +35,17 @@ class ServerList:
     were read last stay valid. If none were read before, those of the valid lines are taken.
     """
 
-    def __init__(self, urls: Sequence[str], file: Path | None) -> None:
+    def __init__(self, urls: Sequence[str], file: Path | None, names: Sequence[str] = ()) -> None:
+        """Create a list.
+
+        Args:
+            urls: Addresses of servers.
+            file: A file with addresses, one per line; None: there is none.
+            names: DNS names with ports; each stands for all servers at its addresses.
+        """
         self._from_options = [*urls]
         self._file = file
+        self._names = [looked_up(name) for name in names]
         self._in_file: list[str] = []  # URLs in the file when it was last read without a problem
         self.problem = ""  # the error in the file when it was last read; empty: none
 
@@ -27,7 +55,10 @@ class ServerList:
         return bool(self._in_file)
 
     def urls(self) -> list[str]:
-        """Read the file again and return all URLs: first those of the options, each once."""
+        """Read the file again and return all URLs: first those of the options, each once.
+
+        Addresses of DNS names are those that were found last.
+        """
         if self._file is not None:
             try:
                 lines = _lines(self._file.read_text())
@@ -35,7 +66,8 @@ class ServerList:
                 self.problem = str(error)
             else:
                 self._take(lines)
-        return [*dict.fromkeys([*self._from_options, *self._in_file])]
+        found = (url for name in self._names for url in name.urls())
+        return [*dict.fromkeys([*self._from_options, *self._in_file, *found])]
 
     def _take(self, lines: Sequence[str]) -> None:
         self.problem, urls = "", list[str]()

@@ -98,6 +98,16 @@ def test_it_can_be_stopped_before_a_server_is_ready(servers: list[ScriptedServer
         assert starting.stop() == 0
 
 
+def test_a_restart_keeps_what_was_stored(servers: list[ScriptedServer], tmp_path: Path) -> None:
+    options = (servers[1].url, "--state-dir", str(tmp_path))
+    with start_cluster(*options, command=ATTACH) as first:
+        answer = httpx.post(f"{first.url}{RESPONSES}", json={**ASKED, "store": True}, timeout=60)
+        assert first.stop() == 0
+    with start_cluster(*options, command=ATTACH) as second:
+        url = f"{second.url}{RESPONSES}/{answer.json()['id']}"
+        assert httpx.get(url, timeout=60).json()["output"] == answer.json()["output"]
+
+
 def test_the_file_of_servers_is_followed(
     gateway: Cluster, servers: list[ScriptedServer], listed: Path
 ) -> None:

@@ -85,6 +85,27 @@ def test_a_killed_one_is_started_again_with_the_same_url_and_this_is_said() -> N
     assert back.startswith("Redis is back after")
 
 
+def test_what_is_stored_in_a_folder_is_there_after_a_kill_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    before, lines = psutil.Process().children(), list[str]()
+    with embedded_redis(lines.append, state=tmp_path) as url, redis.Redis.from_url(url) as client:
+        client.set("first", "value")
+        server_of(before).kill()
+        wait_until(lambda: len(lines) == 2)
+        assert client.get("first") == b"value"
+        client.set("second", "value")
+        with (
+            pytest.raises(StartError, match="which another kvroute uses; stop that one"),
+            embedded_redis(state=tmp_path),
+        ):
+            pass
+    assert lines[-1].endswith("nothing is lost")
+    with embedded_redis(state=tmp_path) as url, redis.Redis.from_url(url) as client:
+        assert client.mget("first", "second") == [b"value"] * 2
+    assert (tmp_path / "redis").stat().st_mode & 0o077 == 0, "only its user can read it"
+
+
 def test_one_that_ends_again_and_again_is_given_up_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

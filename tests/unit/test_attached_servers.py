@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from kvroute.replica.attached_engine.server_facts import (
     read_samples,
 )
 from kvroute.replica.attached_engine.server_rendering import render
+from kvroute.settings import looked_up as looked_up_module
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.settings.server_list import ServerList
 from tests.support.scripted_client import Asked, ScriptedClient
+from tests.support.waiting import wait_until
 
 URL = "http://gpu-1:8000"
 MODELS = {
@@ -223,6 +226,39 @@ def test_an_invalid_line_costs_no_server(tmp_path: Path, line: str) -> None:
     file.write_text(f"{line}\n")
     with pytest.raises(SettingsError, match=r"--attach-file is .*cannot be used \(the line"):
         load({"attach_file": file})
+
+
+def test_the_servers_of_a_dns_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def addresses(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        assert (host, port) == ("vllm.prod", 8000)
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        families = {False: socket.AF_INET, True: socket.AF_INET6}
+        return [(families[":" in each], 0, 0, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(looked_up_module.socket, "getaddrinfo", addresses)
+    monkeypatch.setattr(looked_up_module, "LOOKUP_S", 0.01)
+    name = "vllm.prod:8000"
+    with pytest.raises(SettingsError, match=f"--attach-dns is '{name}', at which no server is"):
+        load({"attach_dns": [name]})
+    found += ["10.0.0.2", "10.0.0.1", "fd00::1"]
+    wait_until(lambda: not looked_up_module.looked_up(name).problem)
+    listed = ServerList(["http://a:1"], None, [name])
+    assert listed.urls() == ["http://a:1", "http://10.0.0.1:8000", "http://10.0.0.2:8000"]
+    assert load({"attach_dns": [name]}).servers == tuple(listed.urls()[1:])
+    found[:] = ["fd00::2"]
+    wait_until(lambda: listed.urls()[1:] == ["http://[fd00::2]:8000"])
+    found.clear()
+    wait_until(lambda: "not known" in looked_up_module.looked_up(name).problem)
+    assert listed.urls()[1:] == ["http://[fd00::2]:8000"], "a failed lookup removes no server"
+
+
+@pytest.mark.parametrize("name", ["vllm", "http://vllm:8000", "vllm:0", "vllm:8000/v1", ":8000"])
+def test_a_dns_name_needs_a_port(name: str) -> None:
+    with pytest.raises(SettingsError, match="expected NAME:PORT, without http:// before it"):
+        load({"attach_dns": [name]})
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ def copied() -> set[str]:
     return {name for line in lines for name in line.split()}
 
 
-def test_hadolint_finds_no_fault_with_the_dockerfile() -> None:
-    command = [f"{sys.prefix}/bin/hadolint", str(DEPLOY / "Dockerfile")]
+@pytest.mark.parametrize("file", ["Dockerfile", "attach/Dockerfile"])
+def test_hadolint_finds_no_fault_with_the_dockerfile(file: str) -> None:
+    command = [f"{sys.prefix}/bin/hadolint", str(DEPLOY / file)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 

@@ -18,6 +18,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from dashboards.build import files
 from kvroute.settings import parsers
+from kvroute.settings.help import flags
+from kvroute.settings.serve import OPTIONS
 from tests.support.documents import DEPLOYMENT, blocks
 from tests.support.pods import Pod
 from tests.support.repository import ROOT, load
@@ -66,6 +68,20 @@ def test_every_object_of_kubernetes_own_fits_its_schema() -> None:
     assert {document["kind"] for document in own} == kinds
     for document in own:
         check(document)
+
+
+def test_the_objects_of_kvroute_attach_fit_theirs_and_its_options_exist() -> None:
+    text = (ROOT / "deploy/attach/kubernetes.yaml").read_text()
+    objects = [*yaml.safe_load_all(text)]
+    for document in objects:
+        check(document)
+    (deployed,) = [document for document in objects if document["kind"] == "Deployment"]
+    (container,) = deployed["spec"]["template"]["spec"]["containers"]
+    known = {flag for name, field in OPTIONS.items() for flag in flags(name, field)}
+    assert {argument.partition("=")[0] for argument in container["args"]} <= known
+    services = {each["metadata"]["name"] for each in objects if each["kind"] == "Service"}
+    assert container["args"][0] == "--attach-dns=vllm-servers:8000"
+    assert "vllm-servers" in services
 
 
 def test_the_pods_of_the_ray_cluster_fit_theirs() -> None:

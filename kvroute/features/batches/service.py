@@ -29,7 +29,7 @@ from kvroute.features.figure import Figure
 from kvroute.features.gate import Caller
 from kvroute.features.router_service import RouterService, RouterServices
 from kvroute.process.exposition import Readings
-from kvroute.process.state_folder import state_folder
+from kvroute.process.state_folder import stored_files
 from kvroute.router.api.errors import ApiError
 from kvroute.router.middleware.caller_check import client_for
 from kvroute.router.serving.router_base import RouterBase
@@ -209,7 +209,7 @@ def batch_service(base: RouterBase) -> BatchService | Unusable | None:
     options = base.settings.of(BatchService.name, BatchOptions)
     if options.files_dir == "off":
         return None
-    place = f"{options.files_dir or state_folder() / 'files'}/{quote(base.cluster, safe='')}"
+    place = f"{options.files_dir or stored_files() / 'files'}/{quote(base.cluster, safe='')}"
     try:
         store = _opened(place)
         space_bytes = store.free_bytes_now() + store.used_bytes_now()

@@ -113,6 +113,17 @@ class Options(ModelOptions):
             default="~/.local/state/kvroute",
         ),
     ] = None
+    state_dir: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "Folder that keeps, without --redis-url, what kvroute has to store until its next "
+            "start: named prefixes, responses, batches and the usage of tenants.",
+            example="state",
+            default="none: a stop loses what is stored",
+        ),
+    ] = None
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Timeout in seconds for the start of the cluster.")
     ] = 600.0

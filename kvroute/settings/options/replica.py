@@ -203,6 +203,20 @@ class ReplicaOptions(CommonOptions):
             basic=ATTACH,
         ),
     ] = None
+    attach_dns: Annotated[
+        list[str],
+        BeforeValidator(parsers.listed),
+        AfterValidator(parsers.names_with_ports),
+        Option(
+            ATTACHED,
+            "DNS name and port of vLLM servers that you run, such as a headless service of "
+            "Kubernetes. kvroute looks the name up every second, and uses the server at each of "
+            "its addresses. For several, repeat the option or separate them with commas.",
+            example="vllm.production.svc:8000",
+            default="none",
+            basic=ATTACH,
+        ),
+    ] = []  # noqa: RUF012  # pydantic copies the default
     attach_key_file: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
