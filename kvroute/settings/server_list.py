@@ -13,9 +13,12 @@ COMMENT = "#"  # starts a comment in the file
 class NamesServers(Protocol):
     """Options that name attached servers."""
 
-    attach: list[str]
-    attach_file: Path | None
-    attach_dns: list[str]
+    @property
+    def attach(self) -> Sequence[str]: ...
+    @property
+    def attach_file(self) -> Path | None: ...
+    @property
+    def attach_dns(self) -> Sequence[str]: ...
 
 
 def names_servers(options: NamesServers) -> bool:

@@ -238,7 +238,7 @@ def test_the_servers_of_a_dns_name_come_and_go(monkeypatch: pytest.MonkeyPatch) 
         families = {False: socket.AF_INET, True: socket.AF_INET6}
         return [(families[":" in each], 0, 0, "", (each, port)) for each in found]
 
-    monkeypatch.setattr(looked_up_module.socket, "getaddrinfo", addresses)
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
     monkeypatch.setattr(looked_up_module, "LOOKUP_S", 0.01)
     name = "vllm.prod:8000"
     with pytest.raises(SettingsError, match=f"--attach-dns is '{name}', at which no server is"):
