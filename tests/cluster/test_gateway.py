@@ -1,8 +1,10 @@
 """`kvroute attach` is one process in front of servers that somebody else runs; it needs no Ray."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.gated_server import FIRST, gated_server
 from tests.support.scripted_model import NAME, SUMMARY, ScriptedServer, scripted_servers
 from tests.support.serving import KVROUTE, Cluster, launched, start_cluster
 from tests.support.waiting import wait_until
@@ -102,7 +105,6 @@ def test_a_restart_keeps_what_was_stored(servers: list[ScriptedServer], tmp_path
     options = (servers[1].url, "--state-dir", str(tmp_path))
     with start_cluster(*options, command=ATTACH) as first:
         answer = httpx.post(f"{first.url}{RESPONSES}", json={**ASKED, "store": True}, timeout=60)
-        assert first.stop() == 0
     with start_cluster(*options, command=ATTACH) as second:
         url = f"{second.url}{RESPONSES}/{answer.json()['id']}"
         assert httpx.get(url, timeout=60).json()["output"] == answer.json()["output"]
@@ -118,6 +120,47 @@ def test_the_file_of_servers_is_followed(
     listed.write_text("\n".join(server.url for server in servers))
     wait_until(lambda: replicas(gateway) == 2)
     assert SUMMARY in said(gateway)
+
+
+def test_streams_end_whole_when_their_server_is_removed_and_when_kvroute_stops(
+    servers: list[ScriptedServer], tmp_path: Path
+) -> None:
+    listed = tmp_path / "servers.txt"
+    with gated_server() as gated:
+        listed.write_text(gated.url)
+        with start_cluster("--attach-file", str(listed), command=ATTACH) as gateway:
+            with streamed(gateway) as rest:
+                listed.write_text(servers[1].url)
+                wait_until(lambda: other_servers_answer(gateway))
+                gated.ends.set()
+                assert "response.completed" in "".join(rest)
+            gated.ends.clear()
+            listed.write_text(gated.url)
+            wait_until(lambda: not other_servers_answer(gateway) and replicas(gateway) == 1)
+            with streamed(gateway) as rest:
+                gateway.process.send_signal(signal.SIGTERM)
+                wait_until(lambda: httpx.get(f"{gateway.url}/health").status_code == 503)
+                gated.ends.set()
+                assert "response.completed" in "".join(rest)
+
+
+@contextmanager
+def streamed(gateway: Cluster) -> Iterator[Iterator[str]]:
+    """Begin a stream; yield the rest of its lines."""
+    with httpx.stream(
+        "POST", f"{gateway.url}{RESPONSES}", json={**ASKED, "stream": True}, timeout=60
+    ) as response:
+        lines = response.iter_lines()
+        assert FIRST in next(lines)
+        yield lines
+
+
+def other_servers_answer(gateway: Cluster) -> bool:
+    """Return whether a request is answered at once, which the gated server does not do."""
+    try:
+        return httpx.post(f"{gateway.url}{RESPONSES}", json=ASKED, timeout=1).status_code == 200
+    except httpx.TimeoutException:
+        return False
 
 
 @pytest.mark.parametrize("options", [("--own-replicas", "1"), ("--routers", "2")])

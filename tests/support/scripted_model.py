@@ -247,7 +247,10 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200 if found is not None else 404, (found or "").encode())
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.respond(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+    def respond(self, body: Json) -> None:
+        """Send the answer to the body of a request."""
         if self.path == "/v1/responses":
             events = [*responses(self.script, body)]
             whole = events[-1]["response"]

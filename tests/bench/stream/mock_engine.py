@@ -1,17 +1,44 @@
-"""An OpenAI-compatible server without a model. In each step, all streams get their next token."""
+"""An OpenAI-compatible server without a model. In each step, all streams get their next token.
+
+It says of itself what a vLLM server does, without KV cache events. It has no prefix cache.
+"""
 
 import asyncio
 import json
 import os
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any, cast
 
 import httptools
 import uvloop
+from tokenizers import Tokenizer
+
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 
 HOST = "127.0.0.1"
 NICENESS = 15  # niceness of the process, as of Ray's workers
 WORD = " word"
 ID = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_700_000_000, "model": "m"}
+BLOCK_SIZE = 16
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+# A conversation of one message, in the template of the built-in model.
+CHAT = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+# What vLLM's /metrics has of an engine, among hundreds of other lines.
+METRICS = (
+    f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",enable_prefix_caching="False",'
+    'num_gpu_blocks="20000",engine="0"} 1.0\n'
+    'vllm:num_requests_running{engine="0"} 0.0\n'
+    'vllm:num_requests_waiting{engine="0"} 0.0\n'
+    'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+) + "".join(
+    f'vllm:e2e_request_latency_seconds_bucket{{engine="0",le="{bound}",model_name="m"}} 0.0\n'
+    for bound in range(700)
+)
 USAGE = {"prompt_tokens": 50, "completion_tokens": 1, "total_tokens": 51}
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -54,7 +81,7 @@ class Steps:
         for connection, tokens in [*self.waiting.items()]:
             if tokens > 1:
                 self.waiting[connection] = tokens - 1
-                connection.write(TOKEN)
+                connection.send_token()
             else:
                 del self.waiting[connection]
                 connection.finish()
@@ -64,8 +91,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._parser = httptools.HttpRequestParser(self)
-        self._body = b""
+        self._url = self._body = self._id = b""
         self._streamed = False
+        self._token, self._end = TOKEN, END
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -79,6 +107,13 @@ class Connection(asyncio.Protocol):
         else:
             self._parser.feed_data(data)
 
+    def on_url(self, url: bytes) -> None:
+        self._url = url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"x-request-id":
+            self._id = value
+
     def on_body(self, body: bytes) -> None:
         self._body += body
 
@@ -87,13 +122,15 @@ class Connection(asyncio.Protocol):
         if body:
             self._answer(json.loads(body))
         else:
-            self.write(whole({"status": "ok"}))  # the gateway asks for health and metadata
+            self.write(pages().get(self._url, HEALTH))  # gateways ask for health and metadata
 
     def _answer(self, request: dict[str, Any]) -> None:
         self._streamed = request["stream"]
+        if request.get("return_token_ids"):
+            self._use_ids(request)
         if self._streamed:
             self.write(STREAM_HEAD)
-        # The gateway sends the first of these fields, and our clients send the second.
+        # SGLang's gateway sends the first of these fields, and our clients send the second.
         tokens = request.get("max_completion_tokens") or request["max_tokens"]
         self._steps.waiting[self] = tokens
         self._steps.has_work.set()
@@ -103,12 +140,30 @@ class Connection(asyncio.Protocol):
 
     def finish(self) -> None:
         """Send the end of an answer, together with its last token."""
-        self.write(END if self._streamed else ANSWER)
+        self.write(self._end if self._streamed else ANSWER)
+
+    def send_token(self) -> None:
+        self.write(self._token)
+
+    def _use_ids(self, request: dict[str, Any]) -> None:
+        """Send the events as vLLM does for a request that asks for token ids."""
+        text = CHAT.format(request["messages"][0]["content"])
+        prompt = tokenizer().encode(text, add_special_tokens=False).ids
+        own: dict[str, Any] = {"id": f"chatcmpl-{self._id.decode()}"}
+        role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        first = own | {"choices": [role], "prompt_token_ids": prompt}
+        self.write(event(json.dumps(ID | first, separators=(",", ":"))))
+        self._token = token(None, own, token_ids=[7])
+        self._end = token("length", own, token_ids=[7]) + LAST
 
 
 def whole(document: dict[str, Any]) -> bytes:
-    body = json.dumps(document).encode()
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return page(json.dumps(document), "application/json")
+
+
+def page(text: str, content_type: str) -> bytes:
+    body = text.encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}"
     return f"{head}\r\n\r\n".encode() + body
 
 
@@ -118,15 +173,35 @@ def event(data: str) -> bytes:
     return b"%x\r\n%s\r\n" % (len(text), text)
 
 
-def token(finish_reason: str | None) -> bytes:
+def token(finish_reason: str | None, own: Mapping[str, Any] = NOTHING, **more: Any) -> bytes:
     delta = {"content": WORD}
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    document = ID | {"object": "chat.completion.chunk", "choices": [choice]}
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
+    document = {**ID, **own} | {"object": "chat.completion.chunk", "choices": [choice]}
     return event(json.dumps(document, separators=(",", ":")))
 
 
 TOKEN = token(None)
-END = token("length") + event("[DONE]") + b"0\r\n\r\n"
+LAST = event("[DONE]") + b"0\r\n\r\n"
+END = token("length") + LAST
+HEALTH = whole({"status": "ok"})
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(f"{resolve(BUILTIN_MODEL)}/tokenizer.json")
+
+
+@cache
+def pages() -> Mapping[bytes, bytes]:
+    """Return what the server says of itself, by path."""
+    model = {"id": ID["model"], "root": resolve(BUILTIN_MODEL), "max_model_len": 4096}
+    return {
+        b"/v1/models": whole({"data": [model]}),
+        b"/metrics": page(METRICS, "text/plain"),
+        b"/version": whole({"version": "0.32.0"}),
+    }
+
+
 ANSWER = whole(
     ID
     | {
