@@ -1,9 +1,11 @@
 """A scripted server that ends its answers when a test says so."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
+from typing import Any
 
 from tests.support.scripted_model import HOST, Handler, Json
 
@@ -16,16 +18,24 @@ class Gated(Handler):
 
     def respond(self, body: Json) -> None:
         assert isinstance(self.server, GatedServer)
+        if self.path != "/v1/responses":  # kvroute also asks how a body is rendered
+            super().respond(body)
+            return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
         self.end_headers()
-        delta = f'{{"type":"response.output_text.delta","delta":"{FIRST}"}}'
-        self.wfile.write(f"data: {delta}\n\n".encode())
-        self.wfile.flush()
+        self._event("response.created", sequence_number=0, response={"id": "resp_1"})
+        self._event("response.output_text.delta", sequence_number=1, delta=FIRST)
         self.server.ends.wait(LONGEST_S)
-        self.wfile.write(b'data: {"type":"response.completed","response":{}}\n\n')
+        usage = {"output_tokens": 1}
+        self._event("response.completed", sequence_number=2, response={"usage": usage})
         self.close_connection = True
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        event = json.dumps({"type": kind, **fields})
+        self.wfile.write(f"event: {kind}\ndata: {event}\n\n".encode())
+        self.wfile.flush()
 
 
 class GatedServer(ThreadingHTTPServer):

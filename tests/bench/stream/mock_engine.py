@@ -126,10 +126,10 @@ class Connection(asyncio.Protocol):
 
     def _answer(self, request: dict[str, Any]) -> None:
         self._streamed = request["stream"]
-        if request.get("return_token_ids"):
-            self._use_ids(request)
         if self._streamed:
             self.write(STREAM_HEAD)
+            if request.get("return_token_ids"):
+                self._use_ids(request)
         # SGLang's gateway sends the first of these fields, and our clients send the second.
         tokens = request.get("max_completion_tokens") or request["max_tokens"]
         self._steps.waiting[self] = tokens
