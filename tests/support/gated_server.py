@@ -41,19 +41,19 @@ class Gated(Handler):
 class GatedServer(ThreadingHTTPServer):
     """The server. Its answers end when `ends` is set."""
 
-    def __init__(self) -> None:
-        super().__init__((HOST, 0), Gated)
+    def __init__(self, host: str) -> None:
+        super().__init__((host, 0), Gated)
         self.ends = threading.Event()
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_port}"
+        return f"http://{self.server_address[0]!s}:{self.server_port}"
 
 
 @contextmanager
-def gated_server() -> Iterator[GatedServer]:
-    """Run a server in a thread."""
-    with GatedServer() as server:
+def gated_server(host: str = HOST) -> Iterator[GatedServer]:
+    """Run a server in a thread, at an address of this machine."""
+    with GatedServer(host) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             yield server

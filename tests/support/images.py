@@ -92,12 +92,14 @@ class Images:
         self.run("import", str(archive), BASE)
         archive.unlink()
 
-    def build_kvroute(self) -> None:
-        """Build the image of kvroute from this checkout, as docs/operations/image.md says."""
+    def build_kvroute(
+        self, dockerfile: str = "deploy/Dockerfile", *, base: str = BASE, tag: str = IMAGE
+    ) -> None:
+        """Build an image of kvroute from this checkout, as docs/operations/image.md says."""
         volumes = self._write_secrets()
         given = [f"--secret=id={name},src={self.folder / name}" for name in SECRETS]
-        dockerfile = ("--file", str(ROOT / "deploy" / "Dockerfile"))
-        self.build(*dockerfile, "--build-arg", f"BASE={BASE}", *given, *volumes, tag=IMAGE)
+        options = ("--file", str(ROOT / dockerfile), "--build-arg", f"BASE={base}")
+        self.build(*options, *given, *volumes, tag=tag)
 
     def build(self, *options: str, tag: str) -> None:
         """Build an image from this checkout."""
