@@ -14,6 +14,11 @@ from kvroute.replica.attached_engine.server_bodies import CHAT, MESSAGES, RESPON
 from kvroute.replica.attached_engine.server_client import JSON, ServerClient
 
 BYTES_A_TOKEN = 4  # bytes of a body that count as one token of a prompt that is not known
+# Fields that change a prompt, and that /tokenize does not get.
+UNSENT_FIELDS = (
+    *("add_special_tokens", "continue_final_message", "documents", "truncate_prompt_tokens"),
+    *("media_io_kwargs", "mm_processor_kwargs"),
+)
 TOKENIZE_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "chat_template")
 
 
@@ -71,7 +76,7 @@ def _media(media: Mapping[str, Any]) -> Iterator[MediaSpan]:
 async def _by_tokenize_route(server: ServerClient, call: HttpCall) -> Rendered:
     """Return the prompt of a conversation of text. Raises UnknownPromptError."""
     body = msgspec.json.decode(call.body)
-    if not isinstance(body, dict):
+    if not isinstance(body, dict) or any(body.get(name) is not None for name in UNSENT_FIELDS):
         raise UnknownPromptError
     question = {name: body[name] for name in TOKENIZE_FIELDS if name in body}
     question |= {"model": body.get("model"), "messages": _messages(call.path, body)}

@@ -186,6 +186,7 @@ async def test_conversations_of_text_are_tokenised_by_the_server(
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         {"messages": "hi"},
         {"messages": [{"role": "user", "content": "U"}], "tools": [{}]},
+        {"messages": [{"role": "user", "content": "U"}], "truncate_prompt_tokens": 8},
         [],
     ],
 )
