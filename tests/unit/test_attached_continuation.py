@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -350,6 +350,7 @@ def test_a_chat_without_a_limit_needs_a_known_context() -> None:
     assert plain_stream(limited, 0)
 
 
+@example(text="ba", stops=["a", "ba"], cut=1, includes_stop=False)
 @given(
     text=st.text("ab", max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

@@ -38,30 +38,39 @@ class JoinedText:
         if not self._stops:
             return text
         self._text += text
-        if (end := self._straddling_end()) is not None:
+        own = stop_reason if is_last and isinstance(stop_reason, str) else None
+        if (end := self._straddling_end(own)) is not None:
             self._text, is_last = self._text[:end], True
-        elif is_last and isinstance(stop_reason, str) and not self._includes_stop:
-            self._text = self._text.removesuffix(stop_reason)
+        elif own is not None and not self._includes_stop:
+            self._text = self._text.removesuffix(own)
         end = len(self._text) if is_last else max(self._sent, len(self._text) - self._held)
         sent, self._sent = self._text[self._sent : end], end
         if len(self._text) - self._cut > held_characters(self._stops):
             self._text, self._cut, self._sent = self._text[end:], -1, 0
         return sent
 
-    def _straddling_end(self) -> int | None:
-        """Return where the answer ends, if a stop string begins before the cut; None: none does."""
+    def _straddling_end(self, own: str | None) -> int | None:
+        """Return where the answer ends, if a stop string begins before the cut; None: none does.
+
+        As in vLLM, the stop string counts that ends first, and of several that end there, the one
+        that is first in the list.
+
+        Args:
+            own: The stop string with which the text ends, if the second server has found one.
+        """
         if self._cut < 0:
             return None
-        found: tuple[int, int] | None = None  # end and begin of the stop string that ends first
-        for stop in self._stops:
+        # Where each stop string ends, its number, and where it begins; -1: after the cut.
+        found = [(len(self._text), self._stops.index(own), -1)] if own in self._stops else []
+        for number, stop in enumerate(self._stops):
             least, most = max(0, self._cut - len(stop) + 1), self._cut + len(stop) - 1
             begin = self._text.find(stop, least, most)
-            end = begin + len(stop)
-            if begin >= 0 and end > self._cut and (found is None or end < found[0]):
-                found, self.ended_by = (end, begin), stop
-        if found is None:
+            if begin >= 0 and begin + len(stop) > self._cut:
+                found.append((begin + len(stop), number, begin))
+        end, number, begin = min(found, default=(0, 0, -1))
+        if begin < 0:
             return None
-        end, begin = found
+        self.ended_by = self._stops[number]
         return end if self._includes_stop else begin
 
 
