@@ -127,20 +127,7 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
         await asyncio.gather(starting, following, return_exceptions=True)
         return 0
     router = starting.result()
-    server = uvicorn.Server(
-        uvicorn.Config(
-            _served(router),
-            host=settings.host,
-            port=settings.port,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=round(settings.idle_timeout_s),
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
-        )
-    )
+    server = _http_server(router, settings)
     serving = asyncio.create_task(_quietly(server), name="http")
     checking = asyncio.create_task(_check_tasks(router), name="checks")
     ends = [serving, following, stopping, checking]
@@ -171,6 +158,24 @@ async def _run(settings: ServeSettings, model: ModelSettings, progress: StartPro
         running.cancel()
     await asyncio.gather(*ends, ready, return_exceptions=True)
     return 1 if failed else 0
+
+
+def _http_server(router: AssembledRouter, settings: ServeSettings) -> uvicorn.Server:
+    """Return the HTTP server of the endpoint, which does not run yet."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            _served(router),
+            host=settings.host,
+            port=settings.port,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=round(settings.idle_timeout_s),
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
+        )
+    )
 
 
 def _served(router: AssembledRouter) -> ASGIApp:

@@ -34,7 +34,8 @@ MODES = {  # mode of a server that kvroute cannot use -> remedy
     "cluster": "set --redis-url to a Redis without cluster mode, since kvroute's scripts change "
     "many keys at once",
 }
-AFTERWARDS = (  # what is lost, and what is written again, when the server starts again empty
+# What the terminal shows when a server without --state-dir was started again, and is empty.
+AFTERWARDS = (
     "replicas write the index of cached blocks again, and routers what was declared and added; "
     "stored responses and the usage of tenants are lost"
 )

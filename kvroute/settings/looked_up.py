@@ -9,7 +9,7 @@ from functools import cache
 log = logging.getLogger("kvroute.attached")
 
 LOOKUP_S = 1.0  # seconds between two lookups
-FIRST_LOOKUP_S = 10.0  # seconds that the first use waits for an answer
+FIRST_LOOKUP_S = 10.0  # seconds to wait for the first lookup
 
 
 class LookedUpServers:
@@ -22,15 +22,16 @@ class LookedUpServers:
     """
 
     def __init__(self, name: str) -> None:
+        """Begin to look NAME:PORT up, and wait for the first answer, but not for ever."""
         self.problem = "the first lookup has not ended"
         self._host, _, self._port = name.rpartition(":")
         self._urls: list[str] = []
         self._has_answer = threading.Event()
         threading.Thread(target=self._follow, name=f"look up {name}", daemon=True).start()
+        self._has_answer.wait(FIRST_LOOKUP_S)
 
     def urls(self) -> list[str]:
-        """Return the URLs of the servers in a fixed order; only the first call may wait."""
-        self._has_answer.wait(FIRST_LOOKUP_S)
+        """Return the URLs of the servers that were found last, in a fixed order."""
         return self._urls
 
     def _follow(self) -> None:

@@ -145,8 +145,7 @@ def checked_urls(values: list[str]) -> list[str]:
 
     Each value can have several URLs, separated by commas.
     """
-    parts = ",".join(values).split(",") if values else []
-    urls = [*dict.fromkeys(url.strip().rstrip("/") for url in parts)]
+    urls = [*dict.fromkeys(url.rstrip("/") for url in _separated(values))]
     if not all(map(_is_server, urls)):
         raise PydanticCustomError(
             "urls", "expected http://HOST:PORT or https://HOST:PORT, without a path"
@@ -156,13 +155,20 @@ def checked_urls(values: list[str]) -> list[str]:
 
 def names_with_ports(values: list[str]) -> list[str]:
     """Check values of the form NAME:PORT, each of which can be several, separated by commas."""
-    parts = ",".join(values).split(",") if values else []
-    names = [*dict.fromkeys(name.strip() for name in parts)]
-    if not all("/" not in name and _is_server(f"http://{name}") for name in names) or not all(
-        urlsplit(f"http://{name}").port for name in names
-    ):
+    names = [*dict.fromkeys(_separated(values))]
+    if not all(map(_is_name_with_port, names)):
         raise PydanticCustomError("names", "expected NAME:PORT, without http:// before it")
     return names
+
+
+def _separated(values: list[str]) -> list[str]:
+    """Return the parts of values, each of which can have several, separated by commas."""
+    return [part.strip() for part in ",".join(values).split(",")] if values else []
+
+
+def _is_name_with_port(name: str) -> bool:
+    url = f"http://{name}"
+    return "/" not in name and _is_server(url) and urlsplit(url).port is not None
 
 
 def _is_server(url: str) -> bool:

@@ -94,7 +94,7 @@ class ServerClient:
     ) -> Reply:
         """Send a JSON value, and wait for the answer without a limit. Raises ServerLostError."""
         body = b"" if value is None else msgspec.json.encode(value)
-        return await self._ask("POST", path, data=body, headers={**JSON, **(headers or {})})
+        return await self.post_body(path, body, {**JSON, **(headers or {})})
 
     async def post_body(self, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
         """Send a body, and wait for the answer without a limit. Raises ServerLostError."""

@@ -34,7 +34,8 @@ class ServerConnection:
         """
         self.url = url
         self.client = ServerClient(url, headers, socket=socket)
-        self.facts: ServerFacts | None = None  # what `start` read; None before
+        # What the server said of itself when it was first reached; None: it was not reached yet.
+        self.facts: ServerFacts | None = None
         self.samples: Samples = {}  # the latest metrics
         self.observers: list[Callable[[], None]] = []  # called when `samples` was read again
         self.away_reason = ""  # why the server cannot answer; empty: it can

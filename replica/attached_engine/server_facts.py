@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.contract.records import MAX_COUNT, Load, TierFacts
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.replica.attached_engine.server_client import ServerClient, ServerLostError
+from kvroute.replica.attached_engine.server_client import Reply, ServerClient, ServerLostError
 
 OWN_SERVER = "http://replica"  # address of a server that the replica has started itself
 MIN_PREFILL_S = 1.0  # seconds of prefill that a server must have measured for a speed to count
@@ -176,8 +175,9 @@ async def read_samples(server: ServerClient) -> Samples:
     Raises:
         ServerError: The server does not answer, or not with metrics.
     """
-    page = (await _get(server, "/metrics")).decode(errors="replace")
-    content = f"\n{page}\n"  # of which few of the thousand lines are read
+    page = (await _get(server, "/metrics")).content.decode(errors="replace")
+    content = f"\n{page}\n"
+    # A page has a thousand lines, of which few are read.
     calls = filter(_CALL.search, _lines(content, CALLS))
     text = "".join([*(line for name in METRICS for line in _lines(content, name)), *calls])
     samples: dict[str, dict[str, tuple[float, Mapping[str, str]]]] = {}
@@ -359,9 +359,9 @@ async def _optional(server: ServerClient, path: str) -> Mapping[str, Any]:
 
 
 async def _json(server: ServerClient, path: str) -> Mapping[str, Any]:
-    content = await _get(server, path)
+    reply = await _get(server, path)
     try:
-        body = msgspec.json.decode(content)
+        body = reply.decoded()
     except DECODE_ERRORS:
         body = None
     if not isinstance(body, dict):
@@ -378,13 +378,13 @@ def silence(url: str, error: ServerLostError) -> str:
     return f"{url} does not answer ({error}); start it"
 
 
-async def _get(server: ServerClient, path: str) -> bytes:
+async def _get(server: ServerClient, path: str) -> Reply:
     try:
         reply = await server.get(path)
     except ServerLostError as error:
         raise ServerError(silence(server.url, error)) from None
     if reply.is_ok:
-        return reply.content
+        return reply
     has_answered = f"{server.url}{path} has answered with status {reply.status}"
     if reply.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         raise ServerError(

@@ -94,8 +94,8 @@ class ServerRequests:
             raise EngineAwayError(f"{self._connection.url} cannot continue this answer")
         prepared()
         path, prompt_tokens = call.path if call else "", len(request.prompt_ids)
-        answer = ServerAnswer(path, emit, prompt_tokens, expected_tokens)
-        answer.is_lost = self._connection.is_lost
+        is_lost = self._connection.is_lost
+        answer = ServerAnswer(path, emit, prompt_tokens, expected_tokens, is_lost=is_lost)
         try:
             if call is None:
                 await self._send_raw(request)

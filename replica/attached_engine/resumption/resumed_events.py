@@ -23,8 +23,8 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An answer that another server has begun."""
+class FirstPart:
+    """An answer that another server has first_part."""
 
     plain: PlainStream
     request_id: str
@@ -53,12 +53,14 @@ class ResumedEvents:
     stream are written with the text and the tokens that the answer ends with.
     """
 
-    def __init__(self, begun: Begun) -> None:
+    def __init__(self, first_part: FirstPart) -> None:
         self.is_cut = True  # no stream is read yet
         self._generated: list[int] = []  # token ids from the second server
-        self._begun = begun
+        self._first_part = first_part
         self._text = JoinedText(
-            begun.cut.before, begun.plain.stops, includes_stop=begun.plain.includes_stop
+            first_part.cut.before,
+            first_part.plain.stops,
+            includes_stop=first_part.plain.includes_stop,
         )
         self._is_repeated = True  # whether the tokens that it generates again are the same
         self._end: _End | None = None
@@ -74,7 +76,7 @@ class ResumedEvents:
 
     @property
     def created(self) -> int:
-        return self._begun.created
+        return self._first_part.created
 
     @property
     def is_complete(self) -> bool:
@@ -83,22 +85,22 @@ class ResumedEvents:
 
     def next_body(self) -> bytes:
         """Return the body of the next request to the second server, whose events are read next."""
-        begun, self.is_cut = self._begun, False
+        first_part, self.is_cut = self._first_part, False
         self._tokens = self._token_events()
-        answered = begun.cut.kept + len(self._generated)
-        left = begun.plain.tokens_left(answered, len(begun.prompt), begun.context)
+        answered = first_part.cut.kept + len(self._generated)
+        left = first_part.plain.tokens_left(answered, len(first_part.prompt), first_part.context)
         return msgspec.json.encode(
-            begun.plain.rest(answered)
+            first_part.plain.rest(answered)
             | {"prompt": self._prompt(), "max_tokens": left if self._end is None else 1}
         )
 
     def _prompt(self) -> list[int]:
         """Return the token ids that the server gets as a prompt."""
-        begun = self._begun
-        return [*begun.prompt, *begun.answered[: begun.cut.kept], *self._generated]
+        first_part = self._first_part
+        return [*first_part.prompt, *first_part.answered[: first_part.cut.kept], *self._generated]
 
     def _token_events(self) -> TokenEvents:
-        return TokenEvents(COMPLETIONS, self._begun.request_id, self._prompt(), shows_ids=True)
+        return TokenEvents(COMPLETIONS, self._first_part.request_id, self._prompt(), shows_ids=True)
 
     def read(self, event: bytes) -> ReadEvent:
         """Return the event for the client.
@@ -136,39 +138,39 @@ class ResumedEvents:
             return ReadEvent(b"")
         choice["text"] = text
         choice["prompt_token_ids"] = None
-        choice["token_ids"] = ids if self._begun.plain.returns_ids else None
-        if self._begun.plain.path == CHAT:
+        choice["token_ids"] = ids if self._first_part.plain.returns_ids else None
+        if self._first_part.plain.path == CHAT:
             fields["choices"] = [_chat_choice(choice)]
         self._sign(fields)
         return ReadEvent(_event(fields), tuple(ids), len(text), read.is_held)
 
     def _new(self, token_ids: Sequence[int]) -> list[int]:
         """Add tokens, and return those that the client has not got."""
-        again = self._begun.answered[self._begun.cut.kept :]
+        again = self._first_part.answered[self._first_part.cut.kept :]
         self._generated += token_ids
         first = max(0, len(again) - len(self._generated) + len(token_ids))
         repeated = min(len(again), len(self._generated))
         self._is_repeated &= [*again[:repeated]] == self._generated[:repeated]
-        if self._begun.plain.returns_ids and not self._is_repeated:
+        if self._first_part.plain.returns_ids and not self._is_repeated:
             raise RuntimeError("an attached server that continues an answer has drawn other tokens")
         return [*token_ids[first:]]
 
     def _sign(self, fields: Json) -> None:
         """Set what all events of the answer have in common, and the usage."""
-        begun = self._begun
-        fields["id"] = answer_id(begun.plain.path, begun.request_id)
-        fields["created"] = begun.created
-        if begun.plain.path == CHAT:
+        first_part = self._first_part
+        fields["id"] = answer_id(first_part.plain.path, first_part.request_id)
+        fields["created"] = first_part.created
+        if first_part.plain.path == CHAT:
             fields["object"] = CHUNK
         if usage := fields.get("usage"):
-            answer = begun.cut.kept + len(self._generated)
-            usage["prompt_tokens"] = len(begun.prompt)
+            answer = first_part.cut.kept + len(self._generated)
+            usage["prompt_tokens"] = len(first_part.prompt)
             usage["completion_tokens"] = answer
-            usage["total_tokens"] = len(begun.prompt) + answer
+            usage["total_tokens"] = len(first_part.prompt) + answer
             if details := usage.get("prompt_tokens_details"):
-                details["cached_tokens"] = begun.cached_tokens
-                if begun.plain.path == CHAT:  # completions do not have it
-                    details["created_cache_tokens"] = begun.written_tokens
+                details["cached_tokens"] = first_part.cached_tokens
+                if first_part.plain.path == CHAT:  # completions do not have it
+                    details["created_cache_tokens"] = first_part.written_tokens
 
 
 def _chat_choice(choice: Json) -> Json:

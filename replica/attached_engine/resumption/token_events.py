@@ -16,7 +16,8 @@ ID_LISTS = re.compile(rb'"((?:prompt_)?token_ids)":\[[0-9,]*\]')
 NO_IDS = rb'"\1":null'
 EMPTY_DELTA, NOT_LAST = b'"delta":{}', b'"finish_reason":null'
 EVENT_BEGIN, DONE = b"data: ", b"[DONE]"
-ID_PREFIXES = {CHAT: "chatcmpl-"}  # what vLLM puts before the id of a request, by route
+# Route -> what vLLM puts before the id of a request in the events of its answer.
+ID_PREFIXES = {CHAT: "chatcmpl-"}
 USUAL_PREFIX = "cmpl-"
 ABORTED = "abort"  # the finish reason of an answer that vLLM gave up, for example when it stops
 

@@ -46,7 +46,8 @@ class ServerBlocks:
         self.groups = ServerGroups(space.block_size)
         # For each group in each tier, the number of blocks under each hash.
         self._copies: dict[Place, dict[BlockHash, int]] = {}
-        self._fingerprints: dict[BlockHash, Fingerprint] = {}  # of the blocks in _copies, if known
+        # Hash of a cached block -> its fingerprint, if it is known.
+        self._fingerprints: dict[BlockHash, Fingerprint] = {}
         self._of_adapters = set[BlockHash]()  # the blocks in _copies of requests with an adapter
         # Fingerprints in the engine's first group -> number of tiers that have it cached.
         self._first = Counter[Fingerprint]()

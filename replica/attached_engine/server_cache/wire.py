@@ -45,7 +45,8 @@ class ClearedEvent(Struct, tag="AllBlocksCleared", gc=False):
 
 
 Event = StoredEvent | RemovedEvent | ClearedEvent
-KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})  # those of Event
+# Kinds of events that are read; events of other kinds are counted.
+KINDS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 MAX_KINDS = 32  # unknown kinds that are counted one by one
 MAX_KIND_CHARS = 64  # characters of an unknown kind that are kept
 
