@@ -1,6 +1,7 @@
 """Run all tests in parts, and go on where the last run stopped: `make test-all`.
 
-Results are kept in .parts/ with the commit. Parts that passed at this commit are not run again. If
+Results are kept in .parts/ with the commit. Parts that passed at this commit are not run again, and
+neither are those that passed at another one if only tests of other parts have changed since. If
 files differ from the commit, results are kept, but every run repeats the parts.
 """
 
@@ -9,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from tests.parts.all_parts import PARTS
+from tests.parts.all_parts import PARTS, Part
 from tests.parts.results import (
     FOLDER,
     Result,
     Revision,
+    changed_since,
     load,
     modules,
     revision,
@@ -65,9 +67,9 @@ def _run(names: list[str], *, again: bool) -> bool:
     if not revision().is_clean:
         typer.echo("Files differ from the commit, so the next run will repeat these parts.")
     for number, name in enumerate(names, start=1):
-        if not again and _has_passed(load(name), revision()):
-            continue
         part = PARTS[name]
+        if not again and _has_passed(load(name), part, revision()):
+            continue
         needs = f" Needs {part.needs}." if part.needs else ""
         typer.secho(f"== {name} ({number}/{len(names)}): {part.about}.{needs}", bold=True)
         result = run(name, part)
@@ -78,14 +80,20 @@ def _run(names: list[str], *, again: bool) -> bool:
     return False
 
 
-def _has_passed(result: Result | None, now: Revision) -> bool:
-    """Return whether the result is of exactly these files, and good."""
-    return (
-        result is not None
-        and result.state == "passed"
-        and now.is_clean
-        and (result.revision == now)
-    )
+def _has_passed(result: Result | None, part: Part, now: Revision) -> bool:
+    """Return whether the part passed with these files, so that it need not run again."""
+    if result is None or result.state != "passed":
+        return False
+    return now.is_clean and result.revision.is_clean and _holds(result, part, now)
+
+
+def _holds(result: Result, part: Part, now: Revision) -> bool:
+    """Return whether the part cannot have another result at this commit than at the result's."""
+    then = result.revision.commit
+    if then == now.commit:
+        return True
+    changed = changed_since(then)
+    return changed is not None and part.cannot_notice(changed)
 
 
 def _last(names: list[str]) -> dict[str, Result]:
@@ -97,11 +105,9 @@ def _report(names: list[str], *, write: bool) -> int:
     """Print the table of this commit's results; return the worst exit code."""
     now = revision()
     results = {
-        name: result
-        for name, result in _last(names).items()
-        if result.revision.commit == now.commit
+        name: result for name, result in _last(names).items() if _holds(result, PARTS[name], now)
     }
-    text = f"Commit {now}.\n\n{table(results)}"
+    text = f"Commit {now}.\n\n{table(results, now.commit)}"
     typer.echo(f"\n{text}", nl=False)
     for name, result in results.items():
         for failed in result.failed():

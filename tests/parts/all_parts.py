@@ -5,7 +5,7 @@ module took, so that the grouping can be corrected.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ class Part:
     env: Mapping[str, str] = field(default_factory=dict)  # other settings of these tests
     lock: str = ""  # name of an environment with other versions
     needs: str = ""
+    reads_all: bool = False  # whether a change of any file can change its result
 
     @property
     def owns_tests(self) -> bool:
@@ -47,6 +48,11 @@ class Part:
             modules = {*path.rglob("test_*.py")} if path.is_dir() else {path}
             found |= {each for each in modules if path.name == SLOW or each.parent.name != SLOW}
         return found
+
+    def cannot_notice(self, changed: Collection[Path]) -> bool:
+        """Return whether these changed files are only modules of tests that other parts run."""
+        modules = {*(ROOT / "tests").rglob("test_*.py")} - self.modules()
+        return not self.reads_all and {*changed} <= modules
 
     def arguments(self) -> tuple[str, ...]:
         """Return the command that runs the part. Raises pytest's Skipped if it cannot run here."""
@@ -70,8 +76,12 @@ def _of_features() -> tuple[str, ...]:
 
 # What `make test` runs.
 TIERS = {
-    "lint": Part(about="formatting, lint and types", command=("make", "lint")),
-    "unit": Part(about="tests of functions, classes and features", tests=("unit", "features")),
+    "lint": Part(about="formatting, lint and types", command=("make", "lint"), reads_all=True),
+    "unit": Part(
+        about="tests of functions, classes and features",
+        tests=("unit", "features"),
+        reads_all=True,
+    ),
     "redis": Part(about="tests on a Redis", tests=("redis",)),
     "cluster": Part(about="a simulated cluster and the official clients", tests=("cluster",)),
     "vllm": Part(about="a cluster of vLLM engines and the official clients", tests=("vllm",)),
@@ -149,10 +159,12 @@ OTHERS = {
     "without-features": Part(
         about="types and tests of copies of this checkout without features",
         tests=("slow/features",),
+        reads_all=True,
     ),
     "engine-starts": Part(
         about="engines that cannot start, and the steps of the pages for contributors",
         tests=(*_in("engines", "cannot_run contributing_steps"), "slow/versions"),
+        reads_all=True,
     ),
     "clients": Part(
         about="other client libraries on vLLM engines, and coding agents",
@@ -178,6 +190,7 @@ OTHERS = {
         about="the README's two commands on a minimal Debian",
         tests=("slow/bare_machine",),
         needs="root, debootstrap, the network",
+        reads_all=True,
     ),
     "image": Part(
         about="the container image: `make image-test`",

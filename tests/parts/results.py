@@ -3,6 +3,7 @@
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -65,6 +66,20 @@ def revision() -> Revision:
     return Revision(commit.stdout.strip(), is_clean=not changes.stdout)
 
 
+def changed_since(commit: str) -> set[Path] | None:
+    """Return the files that differ between a commit and what is checked out now.
+
+    Returns None if this checkout does not have the commit.
+    """
+    done = subprocess.run(
+        ("git", "diff", "--name-only", "--no-renames", commit, "HEAD"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    return None if done.returncode else {ROOT / name for name in done.stdout.splitlines()}
+
+
 def load(part: str) -> Result | None:
     """Return the result of the part's last run, if there is one."""
     file = FOLDER / f"{part}.json"
@@ -75,9 +90,12 @@ def save(part: str, result: Result) -> None:
     (FOLDER / f"{part}.json").write_bytes(msgspec.json.encode(result))
 
 
-def table(results: Mapping[str, Result]) -> str:
-    """Return a table in Markdown, with the reasons of skipped tests below it."""
-    rows = [_row(part, result) for part, result in results.items()]
+def table(results: Mapping[str, Result], commit: str) -> str:
+    """Return a table in Markdown, with the reasons of skipped tests below it.
+
+    A result of another commit than this one is marked.
+    """
+    rows = [_row(part, result, commit) for part, result in results.items()]
     tests = [end for result in results.values() for end in result.tests().values()]
     counts = Counter(end if end in ("passed", "failed") else "skipped" for end in tests)
     cpu_s = sum(result.cpu_s or 0.0 for result in results.values())
@@ -87,13 +105,17 @@ def table(results: Mapping[str, Result]) -> str:
     return HEAD + "".join(rows) + _list(_skipped(results))
 
 
-def _row(part: str, result: Result) -> str:
+def _row(part: str, result: Result, commit: str) -> str:
     tests, failed = result.tests(), len(result.failed())
     skipped = sum(result.reasons().values())
     numbers = (len(tests), len(tests) - failed - skipped, failed, skipped)
     cpu = "" if result.cpu_s is None else f"{result.cpu_s:.0f}"
     counts = numbers if tests else ("",) * len(numbers)
-    state = result.state if result.revision.is_clean else f"{result.state}, with changed files"
+    state: str = result.state
+    if result.revision.commit != commit:
+        state += f" at {result.revision.commit[:8]}"
+    if not result.revision.is_clean:
+        state += ", with changed files"
     return _cells(part, state, *counts, f"{result.wall_s / 60:.1f}", cpu)
 
 

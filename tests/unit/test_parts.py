@@ -107,6 +107,36 @@ def test_parts_run_again_at_another_commit_or_with_changed_files(
     assert make(folder)[:2] == (0, "")
 
 
+def test_a_part_keeps_its_result_while_only_tests_of_other_parts_change(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    list_parts(monkeypatch, folder, codes="0")
+    runs = next(iter(PARTS["queues"].modules()))
+    others = PARTS["access"].modules()
+    for changed, repeats in (
+        (others, False),
+        ({*others, runs}, True),
+        ({ROOT / "README.md"}, True),
+        ({ROOT / "tests/support/waiting.py"}, True),
+        (None, True),  # this checkout does not know the commit of the result
+    ):
+        monkeypatch.setattr(command, "changed_since", lambda _, files=changed: files)
+        check_out(monkeypatch, CLEAN)
+        make(folder, "--again")
+        monkeypatch.setattr(Part, "modules", lambda _, runs=runs: {runs})
+        check_out(monkeypatch, OTHER)
+        _, ran, output = make(folder)
+        assert ran == ("0" if repeats else "")
+        assert "| 0 | passed |" in output if repeats else "| 0 | passed at c0ffee |" in output
+
+
+def test_a_part_that_reads_all_files_keeps_no_result() -> None:
+    test = {ROOT / "tests/slow/image/test_running.py"}
+    assert PARTS["queues"].cannot_notice(test)
+    assert not PARTS["image"].cannot_notice(test)
+    assert not PARTS["unit"].cannot_notice(test)
+
+
 def test_a_run_ends_with_a_table_of_the_parts_at_this_commit(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -137,7 +167,7 @@ def test_tests_are_counted_by_module_with_the_reasons_of_skipped_ones(
     (counts,) = result.modules.values()
     assert counts.wall_s > 0
     results.save("counted", result)
-    text = results.table({"counted": results.load("counted") or result})
+    text = results.table({"counted": results.load("counted") or result}, CLEAN.commit)
     assert "| counted | failed | 4 | 1 | 2 | 1 |" in text
     assert "- counted: 1: no GPU" in text
 
@@ -151,7 +181,7 @@ def test_a_part_whose_tests_are_all_skipped_is_skipped(folder: Path) -> None:
     )
     result = running.run("skipped", part(program))
     assert (result.state, result.exit_code) == ("skipped", 0)
-    assert "- skipped: 1: needs root" in results.table({"skipped": result})
+    assert "- skipped: 1: needs root" in results.table({"skipped": result}, CLEAN.commit)
 
 
 def test_a_part_that_ends_leaves_no_process(folder: Path) -> None:
