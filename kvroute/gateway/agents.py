@@ -12,13 +12,13 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.generation import EngineDeadError
-from kvroute.local.ray_cluster import LOOPBACK
 from kvroute.process.surroundings import Surroundings
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engine_server import EngineServer
 from kvroute.router.connections.replica_source import Deployed, NoReplicaError
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.wire.address import Address
+from kvroute.wire.in_process import IN_PROCESS
 
 log = logging.getLogger("kvroute.gateway")
 
@@ -112,7 +112,7 @@ class Agent:
             settings,
             self.id,
             surroundings,
-            host=LOOPBACK,
+            host=IN_PROCESS,
             metrics=ReplicaMetrics(CollectorRegistry()),
             on_death=self._die,
         )

@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import uvicorn
+import uvloop
 from starlette.types import ASGIApp
 
 from kvroute.gateway.agents import CHECK_S, Agents
@@ -70,7 +71,7 @@ def _serve(
         check_own_redis(settings.redis_url, progress)
     model = _model(found, settings.redis_url or started_redis(settings, private, progress, running))
     port.close()
-    return asyncio.run(_run(found.settings, model, progress))
+    return uvloop.run(_run(found.settings, model, progress))
 
 
 def _check(settings: ServeSettings) -> None:
@@ -85,6 +86,7 @@ def _check(settings: ServeSettings) -> None:
         "--own-replicas": settings.own_replicas,
         f"--routers {settings.routers}": settings.routers > 1,
         "serving several models": len(settings.per_model) > 1,
+        "--wire-tls": settings.wire_tls,
     }
     for what, is_wanted in needs.items():
         if is_wanted:

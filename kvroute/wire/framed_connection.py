@@ -31,7 +31,8 @@ class Connection(asyncio.Protocol):
         # uvloop's transport is not a subclass of asyncio.Transport.
         self.transport = transport = cast("asyncio.Transport", transport)
         transport.set_write_buffer_limits(HIGH_WATER)
-        _configure(transport.get_extra_info("socket"))
+        if connected := transport.get_extra_info("socket"):  # there is none within a process
+            _configure(connected)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -19,6 +19,7 @@ from kvroute.wire import structs
 from kvroute.wire.contexts import TlsEnd
 from kvroute.wire.framed_connection import Connection, is_proof, proof
 from kvroute.wire.framing import MessageKind
+from kvroute.wire.in_process import IN_PROCESS, connect_here
 from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
 from kvroute.wire.tls import explained
 
@@ -382,7 +383,7 @@ async def connect(
 
     Args:
         replica_id: the replica's id.
-        host: the replica's address.
+        host: the replica's address; IN_PROCESS: the replica is in this process.
         port: the port on which it listens for routers.
         secret: the replica's secret.
         within_s: timeout in seconds.
@@ -395,7 +396,11 @@ async def connect(
     link = Link(replica_id, secret, on_pending)
     try:
         async with asyncio.timeout(within_s):
-            await link.loop.create_connection(lambda: link, host, port, ssl=tls and tls.context)
+            if host == IN_PROCESS:
+                connect_here(link, port)
+            else:
+                context = tls and tls.context
+                await link.loop.create_connection(lambda: link, host, port, ssl=context)
             await link.ready
     except (OSError, TimeoutError) as error:
         reason = (

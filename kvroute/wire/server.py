@@ -23,6 +23,7 @@ from kvroute.contract.preparation import on_prepared
 from kvroute.wire import structs
 from kvroute.wire.framed_connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, MessageKind
+from kvroute.wire.in_process import IN_PROCESS, Listener
 from kvroute.wire.strangers import Strangers
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Outcome, StreamEnded, encode
 from kvroute.wire.tls import Ends
@@ -88,10 +89,18 @@ class Server:
         self._is_alone = asyncio.Event()  # there is no connection
         self._is_alone.set()
         self._tls = tls
-        self._server: asyncio.Server | TlsListener | None = None
+        self._server: asyncio.Server | TlsListener | Listener | None = None
 
     async def start(self, host: str, ports: Sequence[int] = (0,)) -> None:
-        """Listen on the first free port. Raises PortsTakenError."""
+        """Listen on the first free port, or in this process only (IN_PROCESS).
+
+        Raises:
+            PortsTakenError: no port is free.
+        """
+        if host == IN_PROCESS:
+            self._server = Listener(lambda: Peer(self))
+            self.port = self._server.port
+            return
         for port in ports:
             try:
                 self._server = await self._listen(host, port)

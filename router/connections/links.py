@@ -16,6 +16,7 @@ from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.connections.replica_source import NoReplicaError, ReplicaSource
 from kvroute.wire.address import Address
+from kvroute.wire.in_process import IN_PROCESS
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
 from kvroute.wire.tls import OFF, TlsError, WireTls, client_end
 
@@ -112,6 +113,8 @@ class Links:
         """Return whether the machine of a rank's replica answers, even if the process does not."""
         if (address := self.address(rank_id)) is None:
             return False
+        if address.host == IN_PROCESS:
+            return True
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, writer = await asyncio.open_connection(address.host, address.port)

@@ -7,6 +7,7 @@ this load.
 
 import asyncio
 import os
+import random
 import signal
 import statistics
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import aiohttp
 import psutil
 
+from tests.bench.agent_loops import text
 from tests.bench.report import Row, Section
 from tests.bench.stream.gateway import MISSING, gateway, is_installed, mock_engines, wait_for
 from tests.bench.stream.load import Cost, Load, cpu_since, cpu_so_far, idle_cpu_s, measure
@@ -139,7 +141,7 @@ async def _at_a_fixed_rate(port: int, victims: Sequence[int]) -> tuple[list[floa
         begun_s = time.perf_counter()
 
         async def ask(number: int) -> None:
-            message = {"role": "user", "content": f"{number} " * WORDS}
+            message = {"role": "user", "content": text(random.Random(number), WORDS)}
             body = {"model": MODEL, "messages": [message], "max_tokens": 1, "stream": False}
             sent_s = time.perf_counter()
             async with session.post(url, json=body) as response:

@@ -1,4 +1,4 @@
-"""Requests and answers over a real connection between a router's end and a replica's."""
+"""Requests and answers over real connections between a router's end and a replica's."""
 
 import asyncio
 import contextlib
@@ -30,6 +30,7 @@ from kvroute.contract.messages import encode as encode_message
 from kvroute.contract.records import VERSION as MESSAGE_VERSION
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, MessageKind, Reader, frames
+from kvroute.wire.in_process import IN_PROCESS, Listener
 from kvroute.wire.link import (
     MAX_CHUNKS,
     SLICE,
@@ -112,10 +113,10 @@ async def hang(_: bytes, rank: int) -> bytes:
 
 @contextlib.asynccontextmanager
 async def served(
-    engine: Engine, *, most: int = 1000, links: int = 1
+    engine: Engine, *, most: int = 1000, links: int = 1, host: str = LOOPBACK
 ) -> AsyncIterator[tuple[Server, list[Link]]]:
     server = Server(engine.generate, {"echo": echo}, max_requests=most)
-    await server.start(LOOPBACK)
+    await server.start(host)
     connected = [await linked(server) for _ in range(links)]
     yield server, connected
     for link in connected:
@@ -124,7 +125,14 @@ async def served(
 
 
 async def linked(server: Server, secret: bytes | None = None) -> Link:
-    return await connect("a", LOOPBACK, server.port, secret or server.secret, within_s=5)
+    return await connect("a", host_of(server), server.port, secret or server.secret, within_s=5)
+
+
+def host_of(server: Server) -> str:
+    return IN_PROCESS if isinstance(server._server, Listener) else LOOPBACK
+
+
+both_ways = pytest.mark.parametrize("host", [LOOPBACK, IN_PROCESS])
 
 
 async def read(stream: Stream) -> list[Chunk]:
@@ -138,8 +146,9 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [id_ for chunk in chunks for id_ in chunk.token_ids]
 
 
-async def test_routers_learn_that_the_engine_is_away_and_back() -> None:
-    async with served(Engine()) as (server, (link,)):
+@both_ways
+async def test_routers_learn_that_the_engine_is_away_and_back(host: str) -> None:
+    async with served(Engine(), host=host) as (server, (link,)):
         server.set_away("its server does not answer")
         late = await linked(server)
         await until(lambda: link.away_reason and late.away_reason)
@@ -265,9 +274,10 @@ def test_a_wait_is_sent_unchanged_or_limited_to_a_valid_number(
 # Answers.
 
 
-async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
+@both_ways
+async def test_a_step_is_one_message_for_all_streams_of_a_router(host: str) -> None:
     engine = Engine(tokens=20)
-    async with served(engine, links=2) as (_, links):
+    async with served(engine, links=2, host=host) as (_, links):
         streams = [link.open(request(), max_waiting=MOST) for link in links for _ in range(50)]
         await until(lambda: engine.running == 100)
         await until(lambda: all(stream.is_preparing for stream in streams))  # both ends know it
@@ -283,9 +293,10 @@ async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
         assert [await stream.next() for stream in streams] == [None] * 100
 
 
-async def test_chunks_that_arrive_before_a_read_are_joined() -> None:
+@both_ways
+async def test_chunks_that_arrive_before_a_read_are_joined(host: str) -> None:
     engine = Engine()
-    async with served(engine) as (_, (link,)):
+    async with served(engine, host=host) as (_, (link,)):
         stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         await engine.steps(5)
@@ -296,9 +307,10 @@ async def test_chunks_that_arrive_before_a_read_are_joined() -> None:
         assert await stream.next() is None
 
 
-async def test_the_memory_for_a_slow_reader_is_limited() -> None:
+@both_ways
+async def test_the_memory_for_a_slow_reader_is_limited(host: str) -> None:
     engine = Engine(tokens=100_000)
-    async with served(engine) as (server, (link,)):
+    async with served(engine, host=host) as (server, (link,)):
         stream = link.open(request(), max_waiting=50)
         await until(lambda: engine.running == 1)
         await engine.steps(60)
@@ -335,11 +347,12 @@ async def test_http_bytes_count_towards_the_limit_of_a_slow_reader() -> None:
         (KeyError("oh"), FailedError),
     ],
 )
+@both_ways
 async def test_an_error_of_the_engine_comes_after_what_it_generated(
-    error: Exception, there: type[Exception]
+    error: Exception, there: type[Exception], host: str
 ) -> None:
     engine = Engine()
-    async with served(engine) as (_, (link,)):
+    async with served(engine, host=host) as (_, (link,)):
         stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         await engine.steps(2)
@@ -351,10 +364,11 @@ async def test_an_error_of_the_engine_comes_after_what_it_generated(
             await stream.next()
 
 
-async def test_a_replica_with_a_dead_engine_refuses_further_requests() -> None:
+@both_ways
+async def test_a_replica_with_a_dead_engine_refuses_further_requests(host: str) -> None:
     """Whoever asks it now has lost nothing."""
     engine = Engine()
-    async with served(engine) as (_, (link,)):
+    async with served(engine, host=host) as (_, (link,)):
         stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         engine.error = EngineDeadError("it died")
@@ -366,9 +380,12 @@ async def test_a_replica_with_a_dead_engine_refuses_further_requests() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
-async def test_a_cancel_a_lost_link_or_a_closed_server_ends_the_request(how: str) -> None:
+@both_ways
+async def test_a_cancel_a_lost_link_or_a_closed_server_ends_the_request(
+    how: str, host: str
+) -> None:
     engine = Engine()
-    async with served(engine) as (server, (link,)):
+    async with served(engine, host=host) as (server, (link,)):
         stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         if how == "cancel":
@@ -382,9 +399,10 @@ async def test_a_cancel_a_lost_link_or_a_closed_server_ends_the_request(how: str
         await asyncio.wait_for(server.idle(), 60)
 
 
-async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
+@both_ways
+async def test_a_connection_that_ends_ends_its_streams_and_calls(host: str) -> None:
     engine = Engine()
-    async with served(engine) as (server, (link,)):
+    async with served(engine, host=host) as (server, (link,)):
         server.methods = {"hang": hang}
         stream = link.open(request(), max_waiting=MOST)
         call = asyncio.create_task(link.call("hang"))
@@ -399,16 +417,18 @@ async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
             link.open(request(), max_waiting=MOST)
 
 
-async def test_a_million_tokens_pass() -> None:
+@both_ways
+async def test_a_million_tokens_pass(host: str) -> None:
     engine = Engine()
-    async with served(engine) as (_, (link,)):
+    async with served(engine, host=host) as (_, (link,)):
         link.open(request(1_000_000), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         assert len(engine.requests[0].token_ids) == 1_000_000
 
 
-async def test_a_call_returns_an_answer_or_raises_the_reason() -> None:
-    async with served(Engine()) as (_, (link,)):
+@both_ways
+async def test_a_call_returns_an_answer_or_raises_the_reason(host: str) -> None:
+    async with served(Engine(), host=host) as (_, (link,)):
         assert await link.call("echo", b"x" * 3_000_000) == b"x" * 3_000_000
         with pytest.raises(ValueError, match="has no method 'what'"):
             await link.call("what")
@@ -418,9 +438,10 @@ async def test_a_call_returns_an_answer_or_raises_the_reason() -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-async def test_a_replica_at_its_maximum_refuses_requests_at_once(stops: bool) -> None:
+@both_ways
+async def test_a_replica_at_its_maximum_refuses_requests_at_once(stops: bool, host: str) -> None:
     engine = Engine()
-    async with served(engine, most=1) as (server, (link,)):
+    async with served(engine, most=1, host=host) as (server, (link,)):
         first = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         if stops:
@@ -461,9 +482,10 @@ def is_over(engine: Engine) -> bool:
     return engine.running == 1
 
 
-async def test_waiting_chunks_are_sent_when_the_router_reads_again() -> None:
+@both_ways
+async def test_waiting_chunks_are_sent_when_the_router_reads_again(host: str) -> None:
     engine = Engine()
-    async with served(engine) as (server, (link,)):
+    async with served(engine, host=host) as (server, (link,)):
         stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         (peer,) = server.peers
@@ -490,12 +512,13 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
 # Strangers.
 
 
-async def test_a_replica_reports_pending_tokens_until_there_are_none() -> None:
-    async with served(Engine(), links=0) as (server, _):
+@both_ways
+async def test_a_replica_reports_pending_tokens_until_there_are_none(host: str) -> None:
+    async with served(Engine(), links=0, host=host) as (server, _):
         heard: list[Sequence[int]] = []
         server.report_pending([1, 2])
         early = await connect(
-            *("a", LOOPBACK, server.port, server.secret), within_s=5, on_pending=heard.append
+            *("a", host, server.port, server.secret), within_s=5, on_pending=heard.append
         )
         await until(lambda: heard == [[1, 2]])
         server.report_pending([1, 2])
@@ -573,10 +596,11 @@ async def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", [MessageKind.BEGIN, MessageKind.CANCEL, MessageKind.CALL])
+@both_ways
 async def test_a_message_that_cannot_be_read_ends_its_connection_with_a_reason(
-    kind: MessageKind, caplog: pytest.LogCaptureFixture
+    kind: MessageKind, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:
-    async with served(Engine(), links=2) as (server, (link, other)):
+    async with served(Engine(), links=2, host=host) as (server, (link, other)):
         link.send(kind, b"\xc1")  # which is no msgpack
         await asyncio.wait([link.closed], timeout=5)
         assert await other.call("echo", b"fine") == b"fine"
@@ -645,6 +669,13 @@ async def test_a_frame_of_many_chunks_lets_others_have_their_turns() -> None:
         assert ids == (1, 2)
         assert rest is None or await stream.next() is None
     assert not link.streams
+
+
+async def test_nobody_listens_in_this_process_after_a_server_has_closed() -> None:
+    async with served(Engine(), host=IN_PROCESS) as (server, _):
+        assert server.port
+    with pytest.raises(LostError, match="listens in this process"):
+        await linked(server)
 
 
 async def test_a_port_is_taken_from_the_range_or_the_error_says_which() -> None:
