@@ -60,6 +60,7 @@ class EngineServer:
         metrics: ReplicaMetrics,
         tracing: Tracing | None = None,
         on_death: Callable[[EngineDeadError], object],
+        is_shared: bool = False,
     ) -> None:
         """Create the server without an engine.
 
@@ -71,6 +72,8 @@ class EngineServer:
             metrics: The replica's metrics.
             tracing: Records the spans of requests; None: none are recorded.
             on_death: Called once if the engine dies.
+            is_shared: Whether other processes with the same replica id may use the same engine. One
+                of them at a time publishes its cache.
         """
         self.id = replica_id
         self._settings = settings
@@ -79,6 +82,7 @@ class EngineServer:
         self._metrics = metrics
         self._tracing = tracing
         self._on_death = on_death
+        self._is_shared = is_shared
         self._features = ReplicaFeatures()
 
     async def start(self) -> None:
@@ -145,6 +149,11 @@ class EngineServer:
     def attached_to(self) -> str:
         """Return the address of the attached server; empty: the engine is kvroute's own."""
         return self._ranks[0].engine.facts.server
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a request runs."""
+        return self._server.running > 0
 
     async def close(self, *, at_once: bool = False) -> None:
         """Close everything after all requests have finished; at once: their answers end."""
@@ -230,6 +239,7 @@ class EngineServer:
                     engine.facts, identity, location, settings.served_model_name
                 ),
                 lease_s=settings.lease_s,
+                is_shared=self._is_shared,
                 reports=partial(self._reports, number),
             )
             for number, (rank_id, engine) in enumerate(

@@ -4,7 +4,8 @@ The replica's state in Redis expires after its lease, unless a write renews the 
 write at least once in every third of the lease. Every write checks that the state is as expected.
 If it is lost or wrong, the replica waits for RETRY_S, and then registers again with all its blocks.
 If another process has registered with the same replica id, this replica retries until that process
-leaves or that process's lease expires.
+leaves or that process's lease expires. Several processes can share an engine in this way: one of
+them publishes its blocks, and if it ends, another one goes on.
 """
 
 import asyncio
@@ -52,7 +53,20 @@ class Publisher:
         description: Description,
         load: Callable[[], Load],
         lease_s: float,
+        is_shared: bool = False,
     ) -> None:
+        """Create a publisher, which writes nothing before `run`.
+
+        Args:
+            index: The index in Redis.
+            table: The engine's blocks.
+            replica_id: The replica's id.
+            description: The replica's description.
+            load: Returns the replica's load.
+            lease_s: Seconds until the replica's state in Redis expires.
+            is_shared: Whether a process that has registered with the same id goes on publishing.
+                Otherwise the first registration replaces it.
+        """
         self._index = index
         self.table = table
         self._replica_id = replica_id
@@ -64,6 +78,8 @@ class Publisher:
         # The replica's state in Redis after the last write. During a registration: the new state.
         self._writer_state = WriterState(replica_id, "")
         self._was_registered = False  # becomes True when the first registration succeeds
+        self._is_shared = is_shared
+        self._is_standby = False  # whether another process publishes the engine's blocks
         self._is_registered = False
         self._outage = Outage(log, f"replica {replica_id} will register again")
         self._renewal_s = 0.0  # time of the next renewal, on the event loop's clock
@@ -90,13 +106,16 @@ class Publisher:
     @property
     def lag_s(self) -> float:
         """Return the age of the oldest change that is not in the index, or 0 if there is none."""
-        since_s = self._waiting_since_s
+        since_s = None if self._is_standby else self._waiting_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
     @property
     def lease_age_s(self) -> float:
-        """Return the seconds since the last write that the index accepted."""
-        return time.monotonic() - self._written_s
+        """Return the seconds since the last write that the index accepted.
+
+        It is 0 while another process publishes the engine's blocks.
+        """
+        return 0.0 if self._is_standby else time.monotonic() - self._written_s
 
     def publish(self, events: list[KVEvent]) -> None:
         """Queue the changes by these events for the index, without waiting for Redis.
@@ -153,12 +172,13 @@ class Publisher:
                 await self._register()
                 await self._write_changes()
             except FencedError as error:
-                log.warning("replica %s registers again: %s", self._replica_id, error)
+                level = logging.INFO if self._is_shared else logging.WARNING
+                log.log(level, "replica %s registers again: %s", self._replica_id, error)
             except REDIS_ERRORS as error:
                 self._outage.begin(error)
             finally:
                 self._is_registered = False
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._lease_s / 3 if self._is_standby else RETRY_S)
 
     async def leave(self) -> None:
         """Remove the replica from the index.
@@ -179,15 +199,20 @@ class Publisher:
         description = self._description
         self._writer_state = WriterState(self._replica_id, uuid.uuid4().hex[:12])
         self._plan_renewal()
-        self._writer_state = await self._index.register(
-            self._replica_id,
-            self._writer_state.incarnation,
-            replaces=not self._was_registered,
-            description=description,
-            load=self._load(),
-            lease_s=self._lease_s,
-        )
+        try:
+            self._writer_state = await self._index.register(
+                self._replica_id,
+                self._writer_state.incarnation,
+                replaces=not (self._was_registered or self._is_shared),
+                description=description,
+                load=self._load(),
+                lease_s=self._lease_s,
+            )
+        except FencedError:
+            self._is_standby = self._is_shared
+            raise
         self._outage.end()
+        self._is_standby = False
         self._was_registered = True
         self.registrations += 1
         self._written_s = time.monotonic()

@@ -42,6 +42,7 @@ class Rank:
         rank_id: str,
         description: Description,
         lease_s: float,
+        is_shared: bool = False,
         reports: Callable[[], dict[str, bytes]],
     ) -> None:
         self.id = rank_id
@@ -61,6 +62,7 @@ class Rank:
             description=description,
             load=self._load,
             lease_s=lease_s,
+            is_shared=is_shared,
         )
 
     def _divide(self, facts: EngineFacts, entries: Sequence[int | None]) -> None:

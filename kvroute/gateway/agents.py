@@ -4,8 +4,8 @@ An agent is a replica for the router. It runs in the router's process and event 
 """
 
 import asyncio
+import hashlib
 import logging
-import uuid
 from collections import deque
 from collections.abc import Collection
 
@@ -23,6 +23,7 @@ from kvroute.wire.in_process import IN_PROCESS
 log = logging.getLogger("kvroute.gateway")
 
 CHECK_S = 1.0  # seconds between two reads of the list of servers, and checks of the agents
+ID_BYTES = 6  # bytes of an agent's id
 KEPT_ENDED = 100  # ended agents that are still listed
 
 
@@ -69,7 +70,7 @@ class Agents:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._adjust(tasks)
-                await asyncio.gather(*(agent.check() for agent in self._living()))
+                await asyncio.gather(*(agent.check() for agent in [*self._agents.values()]))
                 await asyncio.sleep(CHECK_S)
 
     def _adjust(self, tasks: asyncio.TaskGroup) -> None:
@@ -77,20 +78,12 @@ class Agents:
         if not (urls := self._servers.urls()):  # a mistake, or a file that is being written
             return
         self._wanted = len(urls)
-        for agent in self._living():
-            if agent.url and agent.url not in urls:
-                agent.end(f"{agent.url} is no longer in the list of servers", at_once=False)
-        surplus = len(self._living()) - self._wanted
-        idle = [agent for agent in self._living() if not agent.url]  # they wait for a server
-        for agent in idle[: max(0, surplus)]:
-            agent.end("there are enough agents", at_once=True)
-        for _ in range(-surplus):
-            agent = Agent(self._settings, self._surroundings)
-            self._agents[agent.id] = agent
-            tasks.create_task(self._live(agent), name=f"agent {agent.id}")
-
-    def _living(self) -> list["Agent"]:
-        return [agent for agent in self._agents.values() if not agent.is_ending]
+        for agent in self._agents.values():
+            agent.is_wanted = agent.url in urls
+        for url in urls:
+            if (id_ := agent_id(url)) not in self._agents:
+                agent = self._agents[id_] = Agent(id_, url, self._settings, self._surroundings)
+                tasks.create_task(self._live(agent), name=f"agent {id_}")
 
     async def _live(self, agent: "Agent") -> None:
         """Run an agent. If it fails, another one takes its place at the next check."""
@@ -102,58 +95,56 @@ class Agents:
             self._ended.append(agent.id)
 
 
-class Agent:
-    """The agent of one server, which it finds itself: the first one that has no agent yet."""
+def agent_id(url: str) -> str:
+    """Return the id of a server's agent: the same in all processes that share the server."""
+    return hashlib.blake2b(url.encode(), digest_size=ID_BYTES).hexdigest()
 
-    def __init__(self, settings: ReplicaSettings, surroundings: Surroundings) -> None:
-        self.id = uuid.uuid4().hex[:8]
-        self._servers = settings.server_list
+
+class Agent:
+    """The agent of one server.
+
+    Attributes:
+        is_wanted: Whether the server is in the list. If not, the agent gets no requests any more,
+            and ends after its answers.
+    """
+
+    def __init__(
+        self, id_: str, url: str, settings: ReplicaSettings, surroundings: Surroundings
+    ) -> None:
+        self.id = id_
+        self.url = url
+        self.is_wanted = True
         self.server = EngineServer(
-            settings,
+            settings.attached_to(url),
             self.id,
             surroundings,
             host=IN_PROCESS,
             metrics=ReplicaMetrics(CollectorRegistry()),
             on_death=self._die,
+            is_shared=True,
         )
         self.has_started = False
         self._ends = asyncio.Event()
-        self._at_once = False  # whether its answers end with it
         self._failure = ""  # why it has failed
-
-    @property
-    def is_ending(self) -> bool:
-        return self._ends.is_set()
 
     @property
     def state(self) -> str:
         """Return the agent's state in the words of Ray Serve, which users know from replicas."""
-        if self.is_ending:
+        if self._ends.is_set() or not self.is_wanted:
             return "STOPPING"
         return "RUNNING" if self.has_started else "STARTING"
 
-    @property
-    def url(self) -> str:
-        """Return the address of its server; empty: it has none yet."""
-        return self.server.attached_to if self.has_started else ""
-
-    def end(self, reason: str, *, at_once: bool) -> None:
-        """End the agent after its answers; at once: with them."""
-        log.info("agent %s ends: %s", self.id, reason)
-        self._at_once |= at_once
+    def fail(self, reason: str) -> None:
+        """End the agent with its answers, because it cannot go on."""
+        self._failure = reason
         self._ends.set()
 
-    def fail(self, reason: str) -> None:
-        """End the agent because it cannot go on: at once, unless its server was removed."""
-        if self.url and self.url not in self._servers.urls():
-            self.end(reason, at_once=False)
-            return
-        self._failure = reason
-        self.end(reason, at_once=True)
-
     async def check(self) -> None:
-        """End the agent if one of its tasks has failed."""
-        if self.has_started and not self.is_ending:
+        """End the agent if one of its tasks has failed, or if it has nothing to do any more."""
+        if not self.is_wanted and not (self.has_started and self.server.is_busy):
+            log.info("agent %s ends: %s is no longer in the list of servers", self.id, self.url)
+            self._ends.set()
+        elif self.has_started:
             try:
                 await self.server.check()
             except Exception as error:  # whatever a task has raised, only this agent starts again
@@ -172,9 +163,6 @@ class Agent:
                 starting.result()
                 self.has_started = True
                 await ends
-        except asyncio.CancelledError:  # the process ends, and the router has no answers any more
-            self._at_once = True
-            raise
         except Exception as error:  # a server can be in any state, and costs only its own agent
             log.exception("agent %s cannot start", self.id)
             self._failure = str(error)
@@ -183,5 +171,5 @@ class Agent:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
             if self.has_started:
-                await self.server.close(at_once=self._at_once)
+                await self.server.close(at_once=True)
         return self._failure

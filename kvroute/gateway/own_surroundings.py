@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import socket
 from typing import Any
 
@@ -23,7 +22,8 @@ class OneProcess:
 
     def __init__(self, host: str, cluster: str) -> None:
         self.address = _own_address(host)
-        self.cluster_address = f"{cluster}:{os.getpid()}"
+        # Processes of one cluster share its servers, so that they have one address.
+        self.cluster_address = cluster
         self._ends = asyncio.Event()
 
     def drain(self) -> None:

@@ -37,6 +37,10 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
         """Return whether replicas forward requests to servers that the user runs."""
         return names_servers(self)
 
+    def attached_to(self, url: str) -> "ReplicaSettings":
+        """Return the same settings for a replica whose server has this address."""
+        return self.model_copy(update={"attach": (url,), "attach_file": None, "attach_dns": ()})
+
     @property
     def loras_in_memory(self) -> int:
         """Return how many LoRA adapters an engine keeps in memory at most."""

@@ -161,8 +161,8 @@ def other_servers_answer(gateway: Cluster) -> bool:
         return False
 
 
-@pytest.mark.parametrize("options", [("--own-replicas", "1"), ("--routers", "2")])
-def test_what_needs_a_cluster_says_so(options: tuple[str, str]) -> None:
+@pytest.mark.parametrize("options", [("--own-replicas", "1"), ("--routers", "2"), ("--wire-tls",)])
+def test_what_needs_a_cluster_says_so(options: tuple[str, ...]) -> None:
     with launched("http://127.0.0.1:9", *options, command=ATTACH) as refused:
         assert refused.process.wait(60) == 1
         assert options[0] in refused.output()

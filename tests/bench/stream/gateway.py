@@ -13,6 +13,7 @@ import requests
 
 from kvroute.local.ports import free_port
 from tests.bench.stream.mock_engine import HOST, NICENESS, serve
+from tests.support.kv_publisher import two_ports
 
 MISSING = "SGLang's gateway is left out: `pip install -e '.[bench]'` installs sglang-router."
 READY_S = 60.0  # timeout of a server's start in seconds
@@ -23,10 +24,16 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def mock_engines(count: int, *, step_s: float) -> Iterator[dict[int, int]]:
-    """Run servers; yield their process ids by port."""
+def mock_engines(
+    count: int, *, step_s: float, has_caches: bool = False
+) -> Iterator[dict[int, int]]:
+    """Run servers, with prefix caches if wanted; yield their process ids by port."""
     spawn, ports = multiprocessing.get_context("spawn"), [free_port() for _ in range(count)]
-    started = [spawn.Process(target=serve, args=(port, step_s), daemon=True) for port in ports]
+    events = [two_ports() if has_caches else None for _ in ports]
+    started = [
+        spawn.Process(target=serve, args=(port, step_s, event_ports), daemon=True)
+        for port, event_ports in zip(ports, events, strict=True)
+    ]
     try:
         for process in started:
             process.start()

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server without a model. In each step, all streams get their next token.
 
-It says of itself what a vLLM server does, without KV cache events. It has no prefix cache.
+It says of itself what a vLLM server does. It has no prefix cache, unless it has ports for events.
 """
 
 import asyncio
@@ -16,12 +16,13 @@ import uvloop
 from tokenizers import Tokenizer
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from tests.bench.stream.mock_cache import BLOCK_SIZE, BLOCKS, MockCache
+from tests.support.kv_publisher import Publisher
 
 HOST = "127.0.0.1"
 NICENESS = 15  # niceness of the process, as of Ray's workers
 WORD = " word"
 ID = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_700_000_000, "model": "m"}
-BLOCK_SIZE = 16
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # A conversation of one message, in the template of the built-in model.
 CHAT = (
@@ -30,8 +31,8 @@ CHAT = (
 )
 # What vLLM's /metrics has of an engine, among hundreds of other lines.
 METRICS = (
-    f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",enable_prefix_caching="False",'
-    'num_gpu_blocks="20000",engine="0"} 1.0\n'
+    f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",enable_prefix_caching="CACHING",'
+    f'num_gpu_blocks="{BLOCKS}",engine="0"}} 1.0\n'
     'vllm:num_requests_running{engine="0"} 0.0\n'
     'vllm:num_requests_waiting{engine="0"} 0.0\n'
     'vllm:kv_cache_usage_perc{engine="0"} 0.0\n'
@@ -45,22 +46,34 @@ STREAM_HEAD = (
 )
 
 
-def serve(port: int, step_s: float) -> None:
-    """Serve until the process is killed."""
+def serve(port: int, step_s: float, events: tuple[int, int] | None = None) -> None:
+    """Serve until the process is killed.
+
+    Args:
+        port: The port of the HTTP server.
+        step_s: Seconds of a step.
+        events: The ports for KV cache events and their replays; None: there is no prefix cache.
+    """
     os.nice(NICENESS)
-    uvloop.run(_serve(port, step_s))
+    uvloop.run(_serve(port, step_s, events))
 
 
-async def _serve(port: int, step_s: float) -> None:
-    steps = Steps(step_s)
-    await asyncio.get_running_loop().create_server(lambda: Connection(steps), HOST, port)
-    await steps.run()
+async def _serve(port: int, step_s: float, events: tuple[int, int] | None) -> None:
+    publisher = Publisher(events) if events else None
+    steps = Steps(step_s, MockCache(publisher) if publisher else None)
+    own = pages(events)
+    await asyncio.get_running_loop().create_server(lambda: Connection(steps, own), HOST, port)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(steps.run())
+        if publisher:
+            tasks.create_task(publisher.serve())
 
 
 class Steps:
     """Runs steps while a connection waits for tokens."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, cache: MockCache | None) -> None:
+        self.cache = cache
         self.waiting: dict[Connection, int] = {}  # connection -> remaining tokens
         self.has_work = asyncio.Event()
         self._step_s = step_s
@@ -75,6 +88,8 @@ class Steps:
                 ends_s = loop.time()
             ends_s = max(ends_s + self._step_s, loop.time())
             await asyncio.sleep(ends_s - loop.time())
+            if self.cache is not None:
+                await self.cache.publish()
             self._step()
 
     def _step(self) -> None:
@@ -88,8 +103,9 @@ class Steps:
 
 
 class Connection(asyncio.Protocol):
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, own_pages: Mapping[bytes, bytes]) -> None:
         self._steps = steps
+        self._pages = own_pages
         self._parser = httptools.HttpRequestParser(self)
         self._url = self._body = self._id = b""
         self._streamed = False
@@ -122,9 +138,11 @@ class Connection(asyncio.Protocol):
         if body:
             self._answer(json.loads(body))
         else:
-            self.write(pages().get(self._url, HEALTH))  # gateways ask for health and metadata
+            self.write(self._pages.get(self._url, HEALTH))  # gateways ask for health and metadata
 
     def _answer(self, request: dict[str, Any]) -> None:
+        if self._steps.cache is not None:
+            self._steps.cache.add(prompt_ids(request))
         self._streamed = request["stream"]
         if self._streamed:
             self.write(STREAM_HEAD)
@@ -147,8 +165,7 @@ class Connection(asyncio.Protocol):
 
     def _use_ids(self, request: dict[str, Any]) -> None:
         """Send the events as vLLM does for a request that asks for token ids."""
-        text = CHAT.format(request["messages"][0]["content"])
-        prompt = tokenizer().encode(text, add_special_tokens=False).ids
+        prompt = prompt_ids(request)
         own: dict[str, Any] = {"id": f"chatcmpl-{self._id.decode()}"}
         role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         first = own | {"choices": [role], "prompt_token_ids": prompt}
@@ -191,13 +208,24 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(f"{resolve(BUILTIN_MODEL)}/tokenizer.json")
 
 
-@cache
-def pages() -> Mapping[bytes, bytes]:
+def prompt_ids(request: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of a conversation of one message."""
+    text = CHAT.format(request["messages"][0]["content"])
+    ids: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def pages(events: tuple[int, int] | None) -> Mapping[bytes, bytes]:
     """Return what the server says of itself, by path."""
+    sources = {}
+    if events:
+        endpoint, replay = (f"tcp://{HOST}:{port}" for port in events)
+        sources["0"] = {"endpoint": endpoint, "replay_endpoint": replay}
     model = {"id": ID["model"], "root": resolve(BUILTIN_MODEL), "max_model_len": 4096}
     return {
         b"/v1/models": whole({"data": [model]}),
-        b"/metrics": page(METRICS, "text/plain"),
+        b"/metrics": page(METRICS.replace("CACHING", str(bool(events))), "text/plain"),
+        b"/kv_event_sources": whole(sources),
         b"/version": whole({"version": "0.32.0"}),
     }
 
