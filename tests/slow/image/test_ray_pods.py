@@ -126,8 +126,8 @@ def deploy(head: Container) -> None:
     application["args"] |= {"model": BUILTIN_MODEL, "engine": "simulated"}
     url = f"http://{head.address}:{DASHBOARD_PORT}/api/serve/applications/"
     bearer = {"authorization": f"Bearer {TOKEN}"}
-    httpx.put(url, json=config, headers=bearer, timeout=60).raise_for_status()
-    assert httpx.put(url, json=config, timeout=60).status_code in (401, 403)
+    httpx.put(url, json=config, headers=bearer, timeout=START_S).raise_for_status()
+    assert httpx.put(url, json=config, timeout=START_S).status_code in (401, 403)
 
 
 def test_each_worker_has_a_replica(pods: Pods) -> None:
