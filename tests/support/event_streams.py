@@ -13,14 +13,16 @@ class Joined:
 
     Events of a busy engine have several tokens each, and the last event may have a text or not. So
     consecutive events are joined if they differ only in their texts and in their entries for
-    tokens.
+    tokens. Comments, which a router sends while an answer waits, do not count.
     """
 
     def __init__(self, stream: str) -> None:
         self.frames: list[Any] = []  # the events without the content of `parts`
         self.parts: dict[str, list[Any]] = defaultdict(list)  # path in the event -> contents
         self.numbers: list[int] = []  # sequence numbers of events of the Responses API
-        for event in filter(None, stream.split("\n\n")):
+        for event in stream.split("\n\n"):
+            if not event or event.startswith(":"):
+                continue
             *names, data = event.splitlines()
             payload = data.removeprefix("data: ")
             frame = (names, payload if payload == "[DONE]" else self._frame(json.loads(payload)))
