@@ -8,7 +8,7 @@ import pytest
 from kvroute.contract.generation import CannotRunError
 from tests.support.engines import started
 from tests.support.model_files import tiny_llama
-from tests.support.serving import assert_gone, launched
+from tests.support.serving import START_S, assert_gone, launched
 
 
 def is_on_cpus() -> bool:
@@ -26,7 +26,7 @@ def test_vllms_last_words_are_the_commands(tmp_path: Path) -> None:
     few = ("--engine-arg", "kv_cache_memory_bytes=100000")
     needed = ("--replicas", "1", "--max-model-len", "1024", *few)
     with launched("--model", str(model), *needed) as cluster:
-        assert cluster.process.wait(250) == 1
+        assert cluster.process.wait(START_S) == 1
         said = "vLLM cannot run this model as it is configured: ValueError: To serve at least one"
         assert said in cluster.output()
         options = "--kv-cache-memory-mb (on CPUs) and --max-model-len"
