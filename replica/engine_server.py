@@ -146,11 +146,6 @@ class EngineServer:
                 task.result()
 
     @property
-    def attached_to(self) -> str:
-        """Return the address of the attached server; empty: the engine is kvroute's own."""
-        return self._ranks[0].engine.facts.server
-
-    @property
     def is_busy(self) -> bool:
         """Return whether a request runs."""
         return self._server.running > 0
