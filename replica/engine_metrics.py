@@ -29,6 +29,7 @@ class ReplicaMetrics:
         def counter(name: str, documentation: str, *labels: str) -> Counter:
             return Counter(f"kvroute_engine_{name}", documentation, labels, registry=registry)
 
+        self.registry = registry
         self._readings = Readings(registry)
         self._requests = counter("requests", "Requests that got a first token.")
         self._prompt_tokens = counter(

@@ -211,6 +211,7 @@ class EngineServer:
         return await asyncio.to_thread(
             expose,
             self._surroundings.address,
+            self._metrics.registry,
             ports=self._settings.metrics_ports,
             token_file=self._settings.metrics_token_file,
         )

@@ -70,7 +70,8 @@ class Agents:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._adjust(tasks)
-                await asyncio.gather(*(agent.check() for agent in [*self._agents.values()]))
+                for agent in [*self._agents.values()]:
+                    await agent.check()
                 await asyncio.sleep(CHECK_S)
 
     def _adjust(self, tasks: asyncio.TaskGroup) -> None:

@@ -35,6 +35,7 @@ class Claim:
         self.url = url
         # Why requests cannot be sent to the server; empty: they can. Each renewal reports it.
         self.away_reason: Callable[[], str] = str
+        self._reported = ""  # the reason that was reported last
         self._servers = servers
         self._urls = urls
         self._replica_id = replica_id
@@ -65,9 +66,15 @@ class Claim:
             try:
                 if not await self._servers.renew(self.url, self._replica_id):
                     return f"another replica serves {self.url}"
-                await self._servers.report(self.url, self.away_reason()[:MAX_REASON])
+                await self._report(self.away_reason()[:MAX_REASON])
             except REDIS_ERRORS:
                 continue  # the publisher reports that Redis does not answer
+
+    async def _report(self, reason: str) -> None:
+        """Report why requests cannot be sent to the server. A reason has to be repeated."""
+        if reason or self._reported:
+            await self._servers.report(self.url, reason)
+        self._reported = reason
 
 
 async def claim(

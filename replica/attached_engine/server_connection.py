@@ -18,7 +18,7 @@ from kvroute.replica.attached_engine.server_facts import (
 
 log = logging.getLogger("kvroute.attached")
 
-CHECK_INTERVAL_S = 0.5  # seconds between two checks of the server's health
+CHECK_INTERVAL_S = 1.0  # seconds between two checks of the server's health
 
 
 class ServerConnection:

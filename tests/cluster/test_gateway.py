@@ -77,6 +77,20 @@ def test_a_server_that_ends_costs_no_request_and_is_used_again(
     wait_until(lambda: replicas(gateway) == 2)
 
 
+def test_each_server_has_metrics_of_its_own(gateway: Cluster) -> None:
+    wait_until(lambda: replicas(gateway) == 2)
+    targets = httpx.get(f"{gateway.url}/v1/metrics/targets", timeout=60).json()
+    of_servers = {
+        target["labels"]["replica"]: httpx.get(f"http://{target['targets'][0]}/metrics").text
+        for target in targets
+        if "replica" in target["labels"]
+    }
+    assert len(of_servers) == 2
+    for text in of_servers.values():
+        assert "kvroute_engine_requests_total" in text
+        assert "kvroute_connected_replicas" not in text
+
+
 def test_the_doctor_examines_it(gateway: Cluster) -> None:
     wait_until(lambda: replicas(gateway) == 2)
     command = [*KVROUTE, "doctor", "--url", gateway.url]
