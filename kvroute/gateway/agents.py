@@ -142,6 +142,8 @@ class Agent:
 
     async def check(self) -> None:
         """End the agent if one of its tasks has failed, or if it has nothing to do any more."""
+        if self._ends.is_set():  # it is closing, and its tasks end
+            return
         if not self.is_wanted and not (self.has_started and self.server.is_busy):
             log.info("agent %s ends: %s is no longer in the list of servers", self.id, self.url)
             self._ends.set()
