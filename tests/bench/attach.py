@@ -29,6 +29,7 @@ from tests.bench.llm_d_gateway import STANDS_FOR
 from tests.bench.report import Row, Section
 from tests.bench.stream.gateway import MISSING, gateway, is_installed
 from tests.bench.stream.mock_engine import HOST
+from tests.bench.timed_chat import timed_chat
 from tests.support.attached import NAME, AttachableServer, attachable_servers
 from tests.support.serving import ATTACH, launched
 
@@ -174,33 +175,18 @@ async def _answered(
     client: AsyncOpenAI, messages: Sequence[ChatCompletionMessageParam], turns: Turns
 ) -> str:
     """Return the answer to a conversation, and count the turn. Raises OpenAIError if it breaks."""
-    begun_s, times_s, texts = time.monotonic(), list[float](), list[str]()
-    stream = await client.chat.completions.create(
-        model=NAME,
-        messages=messages,
-        temperature=0,
-        max_tokens=ANSWER_TOKENS,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    usage = None
     try:
-        async for event in stream:
-            if event.choices and event.choices[0].delta.content:
-                times_s.append(time.monotonic())
-                texts.append(event.choices[0].delta.content)
-            usage = event.usage or usage
+        answer = await timed_chat(client, NAME, messages, ANSWER_TOKENS)
     except (httpx.HTTPError, ValueError) as error:  # the connection has ended, or a line is cut
         raise OpenAIError(str(error)) from error
-    if usage is None:  # the last event has it
+    if answer.usage is None:
         raise OpenAIError("the answer is not complete")
-    if turns.is_counted and times_s:
-        turns.ttft_s.append(times_s[0] - begun_s)
-        turns.gaps_s += [after - before for before, after in pairwise(times_s)]
-        details = usage.prompt_tokens_details
-        turns.prompt_tokens += usage.prompt_tokens
-        turns.cached_tokens += (details.cached_tokens if details else None) or 0
-    return "".join(texts)
+    if turns.is_counted and answer.times_s:
+        turns.ttft_s.append(answer.times_s[0] - answer.begun_s)
+        turns.gaps_s += [after - before for before, after in pairwise(answer.times_s)]
+        turns.prompt_tokens += answer.usage.prompt_tokens
+        turns.cached_tokens += answer.cached_tokens
+    return answer.text
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import asyncio
 import json
 import random
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.settings.options.common import CPU_BLOCK_SIZE
@@ -30,6 +30,7 @@ from tests.bench.beside_batch import beside_batch
 from tests.bench.stock_server import stock_server
 from tests.bench.stream.gateway import MISSING, gateway, is_installed
 from tests.bench.stream.mock_engine import HOST
+from tests.bench.timed_chat import timed_chat
 from tests.support.serving import start_cluster
 from tests.support.tiny_models import tiny_model
 
@@ -195,7 +196,7 @@ async def talk(url: str, chats: Sequence[Chat]) -> list[Answer]:
 
 async def hold(client: AsyncOpenAI, chat: Chat) -> list[Answer]:
     await asyncio.sleep(chat.begins_s)
-    history = [{"role": "system", "content": chat.system}]
+    history: list[ChatCompletionMessageParam] = [{"role": "system", "content": chat.system}]
     answers = []
     for turn, pause_s in zip(chat.turns, chat.pauses_s, strict=True):
         await asyncio.sleep(pause_s)
@@ -206,26 +207,15 @@ async def hold(client: AsyncOpenAI, chat: Chat) -> list[Answer]:
     return answers
 
 
-async def ask(client: AsyncOpenAI, history: list[dict[str, str]]) -> tuple[str, Answer]:
-    begun_s, first_s, texts = time.monotonic(), None, []
-    stream = await client.chat.completions.create(  # type: ignore[call-overload]
-        model=SERVED,
-        messages=history,
-        temperature=0,
-        max_tokens=ANSWER_TOKENS,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    async for event in stream:
-        if event.choices and event.choices[0].delta.content:
-            first_s = first_s or time.monotonic()
-            texts.append(event.choices[0].delta.content)
-        usage = event.usage
-    assert first_s is not None
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    cached_tokens = usage.prompt_tokens_details.cached_tokens or 0
-    return "".join(texts), Answer(first_s - begun_s, usage.prompt_tokens, cached_tokens)
+async def ask(
+    client: AsyncOpenAI, history: Sequence[ChatCompletionMessageParam]
+) -> tuple[str, Answer]:
+    answer = await timed_chat(client, SERVED, history, ANSWER_TOKENS)
+    assert answer.times_s
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    ttft_s = answer.times_s[0] - answer.begun_s
+    return answer.text, Answer(ttft_s, answer.usage.prompt_tokens, answer.cached_tokens)
 
 
 def hit_share(answers: Sequence[Answer]) -> float:

@@ -30,9 +30,10 @@ class LlmDRule:
     def __call__(
         self, candidates: Sequence[Candidate], *, rng: random.Random, prices: Prices
     ) -> list[Candidate]:
+        kept = {each.replica_id for each in self._kept(candidates)}
         return sorted(
             rng.sample(candidates, len(candidates)),
-            key=lambda each: (each not in self._kept(candidates), self._load_s(each)),
+            key=lambda each: (each.replica_id not in kept, self._load_s(each)),
         )
 
     def _kept(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -57,13 +57,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def revision() -> Revision:
     """Return what is checked out now."""
-    commit, changes = (
-        subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True)
-        for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-    )
-    if commit.returncode or changes.returncode:
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    if commit is None or changes is None:
         return Revision("no commit", is_clean=False)
-    return Revision(commit.stdout.strip(), is_clean=not changes.stdout)
+    return Revision(commit.strip(), is_clean=not changes)
 
 
 def changed_since(commit: str) -> set[Path] | None:
@@ -71,13 +68,14 @@ def changed_since(commit: str) -> set[Path] | None:
 
     Returns None if this checkout does not have the commit.
     """
-    done = subprocess.run(
-        ("git", "diff", "--name-only", "--no-renames", commit, "HEAD"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    return None if done.returncode else {ROOT / name for name in done.stdout.splitlines()}
+    names = _git("diff", "--name-only", "--no-renames", commit, "HEAD")
+    return None if names is None else {ROOT / name for name in names.splitlines()}
+
+
+def _git(*words: str) -> str | None:
+    """Return the output of a git command; None: it has failed."""
+    done = subprocess.run(("git", *words), cwd=ROOT, capture_output=True, text=True)
+    return None if done.returncode else done.stdout
 
 
 def load(part: str) -> Result | None:
