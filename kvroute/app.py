@@ -15,6 +15,7 @@ from kvroute.router.connections.request_router import KnownReplicas
 from kvroute.router.ingress import Router
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
+from kvroute.settings.server_list import naming_only
 
 # Serve's own limit of running requests per router. It is larger than the default of --max-requests,
 # so that the router itself refuses requests.
@@ -70,7 +71,7 @@ def _fleet(settings: ServeSettings, model: ModelSettings, name: str) -> list[App
     if not model.own_replicas:
         return [_replicas(settings, model, name)]
     attached = {"replicas": model.replicas - model.own_replicas, "gpus_per_replica": 0}
-    own = {"replicas": model.own_replicas, "attach": (), "attach_file": None, "attach_dns": ()}
+    own = {"replicas": model.own_replicas, **naming_only()}
     return [
         _replicas(settings, model.model_copy(update=attached), name),
         _replicas(settings, model.model_copy(update=own), OWN_REPLICAS),

@@ -6,7 +6,12 @@ from pydantic import BaseModel
 
 from kvroute.settings import parsers
 from kvroute.settings.options.replica import ReplicaOptions
-from kvroute.settings.server_list import ServerList, listed_servers, names_servers
+from kvroute.settings.server_list import (
+    ServerList,
+    listed_servers,
+    names_servers,
+    naming_only,
+)
 from kvroute.settings.shared_settings import CommonSettings
 
 T = TypeVar("T", bound=BaseModel)
@@ -39,7 +44,7 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
 
     def attached_to(self, url: str) -> "ReplicaSettings":
         """Return the same settings for a replica whose server has this address."""
-        return self.model_copy(update={"attach": (url,), "attach_file": None, "attach_dns": ()})
+        return self.model_copy(update=naming_only(url))
 
     @property
     def loras_in_memory(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvroute.settings import parsers
 from kvroute.settings.looked_up import looked_up
@@ -24,6 +24,11 @@ class NamesServers(Protocol):
 def names_servers(options: NamesServers) -> bool:
     """Return whether options name attached servers."""
     return bool(options.attach or options.attach_file or options.attach_dns)
+
+
+def naming_only(*urls: str) -> dict[str, Any]:
+    """Return values for all options that name attached servers, so that they name only these."""
+    return {"attach": urls, "attach_file": None, "attach_dns": ()}
 
 
 def listed_servers(options: NamesServers) -> "ServerList":
