@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class FirstPart:
-    """An answer that another server has first_part."""
+    """The answer as far as the first server has sent it, and what its events have in common."""
 
     plain: PlainStream
     request_id: str
