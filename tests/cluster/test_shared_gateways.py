@@ -17,16 +17,14 @@ def test_each_knows_what_the_others_requests_have_cached_and_goes_on_alone(redis
             wait_until(lambda: publishers(first) == [first.process.pid] * 2)
             with start_cluster(*options, command=ATTACH) as second:
                 wait_until(lambda: len(publishers(second)) == 2)
-                replica, _ = asked(first, "from the first process")
-                expected = wait_until_expected(second, "from the first process")
-                assert expected == wait_until_expected(first, "from the first process")
-                assert expected[0] == replica
+                replica = answered_by(first, "from the first process")
+                wait_until_expected(second, "from the first process", on=replica)
+                wait_until_expected(first, "from the first process", on=replica)
                 assert publishers(second) == [first.process.pid] * 2
                 first.process.kill()
                 wait_until(lambda: publishers(second) == [second.process.pid] * 2)
-                assert wait_until_expected(second, "from the first process") == expected
-                asked(second, "alone")
-                wait_until_expected(second, "alone")
+                wait_until_expected(second, "from the first process", on=replica)
+                wait_until_expected(second, "alone", on=answered_by(second, "alone"))
 
 
 def publishers(gateway: Cluster) -> list[int]:
@@ -35,17 +33,27 @@ def publishers(gateway: Cluster) -> list[int]:
     return [replica["pid"] for replica in cluster["replicas"]]
 
 
-def asked(gateway: Cluster, text: str) -> tuple[str, int]:
-    """Send a prompt; return the replica that got it, and the tokens expected in its cache."""
+def chat(text: str) -> dict[str, object]:
+    """Return the body of a request with this text, a hundred times."""
     message = {"role": "user", "content": f"{text} " * 100}
-    body = {"model": ID["model"], "messages": [message], "max_tokens": 1, "stream": False}
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, timeout=60)
+    return {"model": ID["model"], "messages": [message], "max_tokens": 1, "stream": False}
+
+
+def answered_by(gateway: Cluster, text: str) -> str:
+    """Send a prompt; return the replica that has answered it, and so has it in its cache."""
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=chat(text), timeout=60)
     assert answer.status_code == 200, answer.text
-    headers = answer.headers
-    return headers["x-kvroute-replica"], int(headers["x-kvroute-expected-tokens"])
+    return answer.headers["x-kvroute-replica"]
 
 
-def wait_until_expected(gateway: Cluster, text: str) -> tuple[str, int]:
-    """Wait until the whole prompt is expected in a cache; return what `asked` returns then."""
-    wait_until(lambda: asked(gateway, text)[1] > 100)
-    return asked(gateway, text)
+def wait_until_expected(gateway: Cluster, text: str, *, on: str) -> None:
+    """Wait until the gateway expects the prompt in this replica's cache alone; send it to none."""
+    wait_until(lambda: expecting(gateway, text) == [on])
+
+
+def expecting(gateway: Cluster, text: str) -> list[str]:
+    """Return the replicas in whose caches most of a prompt is expected."""
+    answer = httpx.post(f"{gateway.url}/v1/route", json=chat(text), timeout=60)
+    assert answer.status_code == 200, answer.text
+    [receipt] = answer.json()["receipts"]
+    return [each["id"] for each in receipt["replicas"] if each["hit_tokens"] > 100]
