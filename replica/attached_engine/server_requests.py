@@ -193,14 +193,17 @@ class ServerRequests:
         """Compare the length of the server's prompt with the length of the router's."""
         tokens = len(request.prompt_ids)
         if call.is_rendered and tokens and usage.prompt_tokens not in (None, tokens):
-            self.rendering_differences += 1
-            log.warning(
-                "request %s has %d tokens at %s, and the router's prompt had %d",
-                client_id(request.request_id),
-                usage.prompt_tokens,
-                self._connection.url,
-                tokens,
-            )
+            self.rendering_differences = differences = self.rendering_differences + 1
+            if differences.bit_count() == 1:  # the first, second, fourth, eighth, ...
+                log.warning(
+                    "request %s has %d tokens at %s, and the router's prompt had %d; so far, "
+                    "%d requests have differed",
+                    client_id(request.request_id),
+                    usage.prompt_tokens,
+                    self._connection.url,
+                    tokens,
+                    differences,
+                )
 
     async def _send_raw(self, request: GenerateRequest) -> None:
         """Have a prompt of token ids computed, which no client has sent."""

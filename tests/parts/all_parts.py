@@ -117,8 +117,8 @@ CLUSTERS = {
         tests=_in("own_cluster", "vllm_cluster models ranks_cluster full_caches"),
     ),
     "caches": Part(
-        about="clusters with host memory",
-        tests=_in("own_cluster", "host_memory"),
+        about="clusters, and attached servers, with host memory",
+        tests=_in("own_cluster", "host_memory attached_host_memory"),
     ),
     "attached": Part(
         about="attached servers; models that see or embed",
