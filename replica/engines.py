@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvroute.contract.records import TierFacts
+from kvroute.features.engine_sides import engine_features
 from kvroute.process import vllm_build
 from kvroute.process.builtin_model import resolve
 from kvroute.process.memory import memory_bytes
@@ -119,7 +120,11 @@ def _simulated(settings: ReplicaSettings, folder: str) -> "SimulatedEngine":
         max_cpu_loras=settings.loras_in_memory,
         can_add_adapters=settings.lora_root is not None,
     )
-    return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
+    return SimulatedEngine(
+        config,
+        tokenizer=folder if Path(folder).is_dir() else None,
+        features=engine_features(settings.environment),
+    )
 
 
 def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> TierFacts | None:

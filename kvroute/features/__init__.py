@@ -9,6 +9,7 @@ from kvroute.features import (
     audit,
     batches,
     changes,
+    gaps,
     keys,
     page,
     prefixes,
@@ -30,6 +31,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     retention.Retention(),
     changes.ChatChanges(),
     pulls.Pulling(),
+    gaps.GapLimits(),
     audit.Auditing(),
     page.LivePage(),
 )

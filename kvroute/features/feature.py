@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from kvroute.doctor.checks import Check
+    from kvroute.features.engine_feature import EngineFeature
     from kvroute.features.gate import Gate
     from kvroute.features.placing_feature import PlacingFeature
     from kvroute.features.replica_feature import ReplicaBase, ReplicaFeature
@@ -181,6 +182,14 @@ class Feature:
 
     def replica(self, base: "ReplicaBase") -> "ReplicaFeature | None":
         """Return its side in a replica; None: it is off."""
+        return None
+
+    def engine(self, environment: Mapping[str, str]) -> "EngineFeature | None":
+        """Return its side in the process of an engine; None: it is off.
+
+        Args:
+            environment: the process's variables, with those of FeatureSettings.environment.
+        """
         return None
 
     def replayed(self, policy: str = "") -> "PlacingFeature | None":

@@ -15,6 +15,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import Load, TierFacts
+from kvroute.features.engine_feature import NO_ENGINE_FEATURES, EngineFeatures
 from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.policies.policy_protocol import LoadReport
 from kvroute.replay.steps import Plan, ReplayedRequest, ReplayPool, ReplayTable, StepResult
@@ -38,6 +39,7 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
         capacity_blocks: size of the KV cache.
         tiers: the replica's slower tiers, the fastest first.
         block_tokens: tokens in a block.
+        features: what features do in the engine.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
         tiers: Mapping[Tier, TierFacts] = NO_TIERS,
         *,
         block_tokens: int = BLOCK_TOKENS,
+        features: EngineFeatures = NO_ENGINE_FEATURES,
     ) -> None:
         self._blocks = ReplayPool(capacity_blocks, block_tokens)
         super().__init__(
             self._blocks,
             step_tokens=model.chunk_tokens,
             max_sequences=model.max_sequences,
+            features=features,
         )
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
         # Request index -> tokens from each slower tier.
@@ -105,6 +109,7 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
         self._now_s = now_s
         full = request.input_tokens // request.block_tokens
         arrived = ReplayedRequest(
+            now_s,
             now_s + order_s,
             next(self._arrivals),
             request,
@@ -161,6 +166,7 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
         result.added, result.removed = self._blocks.take_changes()
         for step in range(plan.steps):
             self.gaps.add(plan.first_s + step * plan.growth_s, len(self.decoding))
+        self.record_step(plan.first_s, plan.chunks)
         self.advance(plan.steps)
         for each, tokens in plan.chunks.items():
             each.computed += tokens
@@ -268,6 +274,9 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
             sequence.preempted_s = now_s
         sequence.known = tokens
         self._pending_tokens[request.index] = self._missing_tokens(request)
+
+    def expected(self, sequence: ReplayedRequest) -> int:
+        return max(0, sequence.table.length - self._pending_tokens[sequence.request.index])
 
     @property
     def copying(self) -> int:

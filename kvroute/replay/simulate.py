@@ -11,6 +11,7 @@ from itertools import count, pairwise
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST, Tier
 from kvroute.contract.records import TierFacts
+from kvroute.features.engine_sides import engine_features
 from kvroute.replay.hardware.engine_model import (
     DISK_GB_PER_S,
     HOST_GB_PER_S,
@@ -62,6 +63,8 @@ class Cluster:
     kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
     link_gb_per_s: float = 0.0  # bandwidth of each replica's link for pulls; 0: no pulls
     link_latency_s: float = LINK_LATENCY_S  # time until the first bytes of a pull
+    # What features tell the engines (Feature.engine).
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def link(self) -> LinkSpeed | None:
@@ -182,6 +185,7 @@ class _Simulation:
                 setup.capacity_blocks,
                 setup.tiers,
                 block_tokens=block_tokens,
+                features=engine_features(cluster.environment),
             )
             for speed in cluster.speeds
         ]

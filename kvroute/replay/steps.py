@@ -29,6 +29,7 @@ class ReplayTable(SequenceTable):
 class ReplayedRequest(ModelledSequence):
     """A request in a modelled engine."""
 
+    came_s: float  # time of arrival
     due_s: float  # time of arrival, plus the order from the router
     number: int  # number of the arrival
     request: Request
@@ -44,6 +45,10 @@ class ReplayedRequest(ModelledSequence):
     @property
     def order(self) -> tuple[float, int, int]:
         return self.due_s, self.number, 0
+
+    @property
+    def arrived_s(self) -> float:
+        return self.came_s
 
     @property
     def is_batch(self) -> bool:

@@ -12,13 +12,21 @@ in seconds of any clock.
 """
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.priority import lane_tokens
+from kvroute.features.engine_feature import (
+    NO_DATA,
+    NO_ENGINE_FEATURES,
+    PROMPTS,
+    ComputedPart,
+    EngineFeatures,
+    PendingPrompt,
+)
 from kvroute.replica.modelled.table_pool import SequenceTable, TablePool
 
 ORDER = attrgetter("order")
@@ -50,6 +58,16 @@ class ModelledSequence:
         """Return the number of tokens to compute before the next token can be drawn."""
         return self.table.length - self.computed
 
+    @property
+    def arrived_s(self) -> float:
+        """Return the time of its arrival at the engine."""
+        raise NotImplementedError
+
+    @property
+    def data(self) -> Mapping[str, bytes]:
+        """Return what its request has for features."""
+        return NO_DATA
+
     def gives_way(self, now_s: float) -> bool:
         """Return whether it still has to give way to others."""
         return self.is_batch and self.order[0] > now_s
@@ -68,9 +86,17 @@ class ModelledScheduler(Generic[S]):
         pool: the engine's KV cache.
         step_tokens: maximum tokens of a step, of prompts and answers together.
         max_sequences: maximum number of admitted sequences.
+        features: what features do in the engine.
     """
 
-    def __init__(self, pool: TablePool, *, step_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        pool: TablePool,
+        *,
+        step_tokens: int,
+        max_sequences: int,
+        features: EngineFeatures = NO_ENGINE_FEATURES,
+    ) -> None:
         self.waiting: list[S] = []  # not admitted; sorted by `order`
         self.prefilling: list[S] = []  # admitted, with more than one token to compute
         self.decoding: dict[S, None] = {}  # each step computes one token of these; an ordered set
@@ -80,6 +106,7 @@ class ModelledScheduler(Generic[S]):
         self._pool = pool
         self._step_tokens = step_tokens
         self._max_sequences = max_sequences
+        self._features = features
         self._in_lane = 0  # number of admitted sequences with is_in_lane
         # Number of a step modulo the block size -> decoding sequences that need a block in it.
         self._growing: list[dict[S, None]] = [{} for _ in range(pool.block_size)]
@@ -99,6 +126,10 @@ class ModelledScheduler(Generic[S]):
     @property
     def copying(self) -> int:
         """Return the number of admitted sequences that wait for a copy, outside of the batch."""
+        return 0
+
+    def expected(self, sequence: S) -> int:
+        """Return how many leading tokens of a waiting sequence are probably cached."""
         return 0
 
     def can_admit(self, sequence: S) -> bool:
@@ -131,7 +162,7 @@ class ModelledScheduler(Generic[S]):
         chunks: dict[S, int] = {}
         others = [each for each in self.prefilling if not each.is_in_lane]
         in_lane = [each for each in self.prefilling if each.is_in_lane]
-        budget = self._continue(others, self._step_tokens - len(self.decoding), chunks, now_s)
+        budget = self._continue(others, self._prompt_tokens(now_s), chunks, now_s)
         if self.preemptions == before:
             budget = self._admit_waiting(budget, chunks, now_s, lane=False)
         is_blocked = bool(self.waiting) and not self.waiting[0].gives_way(now_s)
@@ -143,6 +174,20 @@ class ModelledScheduler(Generic[S]):
         if self.preemptions == before:
             self._admit_waiting(budget, chunks, now_s, lane=True)
         return chunks
+
+    def record_step(self, took_s: float, chunks: Mapping[S, int]) -> None:
+        """Tell features how long a step took, before its tokens count as computed.
+
+        Args:
+            took_s: the time of the step.
+            chunks: what `schedule` has returned for it.
+        """
+        if self._features.are_on:
+            parts = [
+                ComputedPart(each.computed, each.computed + tokens)
+                for each, tokens in chunks.items()
+            ]
+            self._features.step_ended(took_s, parts)
 
     def advance(self, steps: int = 1) -> None:
         """Count steps that have ended, and allocate the blocks of all of them but the first."""
@@ -199,6 +244,24 @@ class ModelledScheduler(Generic[S]):
         return steps
 
     # How a step is scheduled.
+
+    def _prompt_tokens(self, now_s: float) -> int:
+        """Return the most prompt tokens that the next step may compute."""
+        return self._features.prompt_tokens(
+            self._step_tokens - len(self.decoding),
+            answers=lambda: [each.data for each in self.decoding],
+            prompts=lambda: islice(self._pending(now_s), PROMPTS),
+        )
+
+    def _pending(self, now_s: float) -> Iterator[PendingPrompt]:
+        """Yield the prompts that are not computed, in the order of their computation."""
+        for each in self.prefilling:
+            if not each.is_in_lane:
+                yield PendingPrompt(each.computed, each.table.length, now_s - each.arrived_s)
+        for each in self.waiting:
+            if each.gives_way(now_s):
+                return
+            yield PendingPrompt(self.expected(each), each.table.length, now_s - each.arrived_s)
 
     def _make_space(self, now_s: float) -> None:
         """Preempt batch requests while the first other sequence that waits lacks blocks."""

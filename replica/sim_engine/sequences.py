@@ -1,10 +1,12 @@
 """The requests in a simulated engine, and the sequences that each request generates."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import RetentionHint
+from kvroute.features.engine_feature import NO_DATA
 from kvroute.replica.modelled.modelled_scheduler import ModelledSequence
 from kvroute.replica.sim_engine.blocks import Table
 from kvroute.replica.sim_engine.choice_output import ChoiceOutput
@@ -77,6 +79,14 @@ class RunningChoice(ModelledSequence):
     @property
     def lora(self) -> str:
         return self.job.request.variant
+
+    @property
+    def arrived_s(self) -> float:
+        return self.job.order[0] - self.job.request.order_s
+
+    @property
+    def data(self) -> Mapping[str, bytes]:
+        return self.job.request.features or NO_DATA
 
     @property
     def hint(self) -> RetentionHint:

@@ -1,5 +1,6 @@
 """The scheduler of a simulated engine, with its adapters and copies from host memory."""
 
+from kvroute.features.engine_feature import NO_ENGINE_FEATURES, EngineFeatures
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.modelled.modelled_copies import Copies
 from kvroute.replica.modelled.modelled_scheduler import ModelledScheduler
@@ -14,9 +15,18 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
     A request generates `n` choices. Each choice is a sequence of its own.
     """
 
-    def __init__(self, config: SimulatedConfig, pool: BlockPool, prefill: PrefillModel) -> None:
+    def __init__(
+        self,
+        config: SimulatedConfig,
+        pool: BlockPool,
+        prefill: PrefillModel,
+        features: EngineFeatures = NO_ENGINE_FEATURES,
+    ) -> None:
         super().__init__(
-            pool, step_tokens=config.max_batched_tokens, max_sequences=config.max_running
+            pool,
+            step_tokens=config.max_batched_tokens,
+            max_sequences=config.max_running,
+            features=features,
         )
         # Admitted choices that wait for copies from host memory. They are not in the batch yet.
         self.reloads = Copies[RunningChoice]()
@@ -58,6 +68,9 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
         admitted = (*self.running, *self.reloads)
         self._loras = {choice.lora for choice in admitted if choice.lora}
         return super().schedule(now_s)
+
+    def expected(self, sequence: RunningChoice) -> int:
+        return sequence.job.request.expected_tokens
 
     def can_admit(self, sequence: RunningChoice) -> bool:
         """Return whether a waiting choice can be admitted.

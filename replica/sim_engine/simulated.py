@@ -19,6 +19,7 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.preparation import prepared
 from kvroute.contract.records import Load
+from kvroute.features.engine_feature import NO_ENGINE_FEATURES, EngineFeatures
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.modelled_adapters import ModelledAdapters
@@ -53,13 +54,20 @@ MAX_WAITING_EVENTS = 100_000
 class SimulatedEngine(Engine):
     """One rank of an engine that generates meaningless words."""
 
-    def __init__(self, config: SimulatedConfig, *, tokenizer: str | None = None) -> None:
+    def __init__(
+        self,
+        config: SimulatedConfig,
+        *,
+        tokenizer: str | None = None,
+        features: EngineFeatures = NO_ENGINE_FEATURES,
+    ) -> None:
         """Create an engine.
 
         Args:
             config: The engine's sizes and speed.
             tokenizer: A folder with a tokenizer.json. The engine generates words of this tokenizer.
                 None: the engine generates numbers as words.
+            features: What features do in the engine.
         """
         self.config = config
         self.facts = facts_of(config)
@@ -91,7 +99,7 @@ class SimulatedEngine(Engine):
         self._host_pins: dict[str, int] = {}
         self._jobs: set[Job] = set()
         self._arrivals = count()
-        self._scheduler = SimulatedScheduler(config, self._pool, self._prefill)
+        self._scheduler = SimulatedScheduler(config, self._pool, self._prefill, features)
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
@@ -336,7 +344,9 @@ class SimulatedEngine(Engine):
             decoding = [*self._scheduler.decoding]
             if prompts or decoding or not self._scheduler.reloads:
                 loading_s = self._adapters.loading_s(each.lora for each in (*prompts, *decoding))
-                await self._pace.spend(loading_s + self._step_s(prompts, len(decoding)))
+                step_s = self._step_s(prompts, len(decoding))
+                await self._pace.spend(loading_s + step_s)
+                self._scheduler.record_step(step_s, prompts)
             else:
                 await self._wait_for_reload()
             self._publish()

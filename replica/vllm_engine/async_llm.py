@@ -45,6 +45,7 @@ from kvroute.replica.vllm_engine.core.lora import RankAdapters
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
+from kvroute.replica.vllm_engine.core.step_limits import step_args
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.engine_args import front_args
 from kvroute.replica.vllm_engine.facts import facts_of
@@ -247,6 +248,7 @@ class VllmEngine(Engine):
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=hint_args(request)
+            | step_args(request)
             | pull_args(request, is_all=only_pulls)
             | _pin_args(request)
             or None,

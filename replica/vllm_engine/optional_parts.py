@@ -29,12 +29,14 @@ SLOWER_TIERS = OptionalPart(
     ("host/spec.py", "host/peers.py", "host/disk.py", "host/disk_index.py", "host/block_facts.py"),
 )
 BATCH_LANE = OptionalPart("the lane of batch requests", ("core/lane.py",))
+STEP_LIMITS = OptionalPart("limits of the time between tokens", ("core/step_limits.py",))
 CONTINUATION = OptionalPart("continuing answers", ("core/continued.py",))
 GRAMMARS = OptionalPart("several backends of grammars", ("grammar/backends.py",))
 OPTIONAL_PARTS: Sequence[OptionalPart] = (
     HOST_MEMORY,
     SLOWER_TIERS,
     BATCH_LANE,
+    STEP_LIMITS,
     CONTINUATION,
     GRAMMARS,
 )

@@ -1,7 +1,7 @@
 """A chat whose answer is streamed, with the times of its pieces."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from openai import AsyncOpenAI
@@ -25,9 +25,18 @@ class TimedAnswer(NamedTuple):
 
 
 async def timed_chat(
-    client: AsyncOpenAI, model: str, messages: Sequence[ChatCompletionMessageParam], tokens: int
+    client: AsyncOpenAI,
+    model: str,
+    messages: Sequence[ChatCompletionMessageParam],
+    tokens: int,
+    *,
+    on_begin: Callable[[], object] = lambda: None,
 ) -> TimedAnswer:
-    """Send a conversation, and return the answer, which has at most `tokens` tokens."""
+    """Send a conversation, and return the answer, which has at most `tokens` tokens.
+
+    Args:
+        on_begin: called when the first piece of the answer has come.
+    """
     begun_s, times_s, texts = time.monotonic(), list[float](), list[str]()
     stream = await client.chat.completions.create(
         model=model,
@@ -41,6 +50,8 @@ async def timed_chat(
     async for event in stream:
         if event.choices and event.choices[0].delta.content:
             times_s.append(time.monotonic())
+            if len(times_s) == 1:
+                on_begin()
             texts.append(event.choices[0].delta.content)
         usage = event.usage or usage
     return TimedAnswer("".join(texts), begun_s, times_s, usage)

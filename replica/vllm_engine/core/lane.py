@@ -48,7 +48,7 @@ class BatchLane:
             self._tokens = self._limit(others, first)
         if len(others) == len(running):
             return
-        running.sort(key=lambda each: is_in_lane(each.priority, now_s) and _is_prompt(each))
+        running.sort(key=lambda each: is_in_lane(each.priority, now_s) and is_prompt(each))
         if self._lacks_blocks and first is self._left and first is not None:
             self._preempt_last(now_s)
 
@@ -75,7 +75,7 @@ class BatchLane:
             computed: the request's tokens that are computed, or were found in the cache.
             tokens: the tokens that vLLM would give to the request.
         """
-        is_decoding = request.status == RequestStatus.RUNNING and not _is_prompt(request, computed)
+        is_decoding = request.status == RequestStatus.RUNNING and not is_prompt(request, computed)
         if self._tokens is None or is_decoding or not is_in_lane(request.priority, self.clock()):
             return tokens
         if self._scheduler.need_mamba_block_aligned_split:  # a part would end inside a block
@@ -103,7 +103,7 @@ class BatchLane:
             first: the first waiting request, if it is not in the lane. It is ignored if it already
                 waited after the last step, since it then waits for blocks or something else.
         """
-        if any(map(_is_prompt, others)) or (first is not None and first is not self._left):
+        if any(map(is_prompt, others)) or (first is not None and first is not self._left):
             return 0
         return lane_tokens(self._scheduler.max_num_scheduled_tokens)
 
@@ -116,7 +116,7 @@ class BatchLane:
         return first
 
 
-def _is_prompt(request: Request, computed: int | None = None) -> bool:
+def is_prompt(request: Request, computed: int | None = None) -> bool:
     """Return whether a step computes the request's prompt, and not only its next answer token."""
     computed = request.num_computed_tokens if computed is None else computed
     is_prompt: bool = computed < request.num_tokens - 1

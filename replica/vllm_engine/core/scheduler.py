@@ -1,4 +1,4 @@
-"""vLLM's schedulers with ten additions.
+"""vLLM's schedulers with eleven additions.
 
 1. Events about blocks have fingerprints.
 2. When the cache is cleared, the event about it is published at once.
@@ -10,11 +10,13 @@
 8. If another engine began a response, its grammar continues after the tokens generated so far.
 9. The engine's process ends when its replica ends.
 10. Batch requests give way to other requests in each step (lane.py).
+11. Features limit the prompt tokens of each step (step_limits.py).
 
 vLLM loads these classes by name in the engine's process. They use private API of the pinned
 version. tests/slow/engines/test_engine.py checks the behaviour that they rely on.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,14 +33,16 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvroute.blocks.chain import Space
+from kvroute.features.engine_sides import engine_features
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core.lane import BatchLane
 from kvroute.replica.vllm_engine.core.lora_fit import fit_of, misfit
+from kvroute.replica.vllm_engine.core.step_limits import StepLimits
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
-from kvroute.replica.vllm_engine.optional_parts import BATCH_LANE, GRAMMARS, is_on
+from kvroute.replica.vllm_engine.optional_parts import BATCH_LANE, GRAMMARS, STEP_LIMITS, is_on
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.process.quick_end import end_quickly
 from kvroute.replica.vllm_engine.replaced import IN_ENGINE, apply
@@ -83,6 +87,10 @@ class _Kvroute:
         self.pins: dict[str, _Pin] = {}
         # None: vLLM schedules batch requests like others, in its order of priorities.
         self.lane = BatchLane(self) if is_on(BATCH_LANE) else None
+        # None: no feature limits steps.
+        self.step_limits = None
+        if is_on(STEP_LIMITS) and (features := engine_features(os.environ)).are_on:
+            self.step_limits = StepLimits(self, features)
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()
@@ -109,24 +117,29 @@ class _Kvroute:
         return host_tier_of(connector)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Plan the next step, within the limits of the batch lane; call vLLM's method."""
-        if self.lane is None:
-            planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        else:
+        """Plan the next step, within the limits of lane and features; call vLLM's method."""
+        if self.lane is not None:
             self.lane.begin_step()
-            planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.step_limits is not None:
+            self.step_limits.begin_step()
+        planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self.lane is not None:
             self.lane.end_step(planned)
+        if self.step_limits is not None:
+            self.step_limits.end_plan(planned)
         if self.host and self.host.has_pull_results:
             self._publish_events()  # they arrive before the first token
         return planned
 
     def _reserve_prefill_lookahead(self, *args: Any, **kwargs: Any) -> int:
-        """Return how many tokens a request gets in this step; call vLLM's method and the lane."""
+        """Return how many tokens a request gets in this step, as vLLM, lane and features say."""
         tokens: int = super()._reserve_prefill_lookahead(*args, **kwargs)  # type: ignore[misc]
-        if self.lane is None:
-            return tokens
         request, num_computed_tokens, *_ = args
-        return self.lane.tokens(request, num_computed_tokens, tokens)
+        if self.lane is not None:
+            tokens = self.lane.tokens(request, num_computed_tokens, tokens)
+        if self.step_limits is not None:
+            tokens = self.step_limits.tokens(request, num_computed_tokens, tokens)
+        return tokens
 
     def _free_blocks(self, request: Request) -> None:
         """Pin a request's blocks and set their retention, before they are freed.
@@ -224,7 +237,9 @@ class _Kvroute:
         return done
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the step's end to measure prefill times (host/meter.py); call vLLM's method."""
+        """Record the step's end to measure times; call vLLM's method."""
+        if self.step_limits is not None:
+            self.step_limits.end_step(scheduler_output)
         if self.host:
             self.host.meter.record_step_end(scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]

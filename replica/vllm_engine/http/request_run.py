@@ -46,6 +46,7 @@ from kvroute.replica.vllm_engine.core.continued import (
     repeated_outputs,
 )
 from kvroute.replica.vllm_engine.core.priority import priority_of
+from kvroute.replica.vllm_engine.core.step_limits import step_args
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http import option_names
@@ -218,7 +219,8 @@ class RequestRun:
         # A recording can have several prompts, and its tokens need not be the whole answer.
         is_whole = self._prompts == 1 and self.call.upload is None
         self._can_continue = is_whole and has_ids and allows_continuing
-        deltas = _delta_params(params, hint_args(self.request) | pull_args(self.request))
+        ours = hint_args(self.request) | step_args(self.request) | pull_args(self.request)
+        deltas = _delta_params(params, ours)
         if is_final_only:
             deltas.stream_interval = UNSTREAMED_CHUNK_TOKENS
         outputs = self._outputs(llm, grammars, self.salted(prompt), deltas, options)
