@@ -9,6 +9,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 README = ROOT / "README.md"
+START = ROOT / "docs" / "start.md"
 SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY, ERRORS = (
     ROOT / "docs" / f"{name}.md"
     for name in ("settings", "metrics", "api", "clients", "deployment", "security", "errors")

@@ -1,4 +1,7 @@
-"""Every command and program that the documents show works. Those of the README: tests/cluster."""
+"""Every command and program that the documents show works.
+
+Those of the README and of the first steps: tests/cluster.
+"""
 
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from tests.support.document_steps import (
 from tests.support.documents import (
     DOCUMENTS,
     README,
+    START,
     name,
 )
 
@@ -20,7 +24,9 @@ __all__ = ["environment", "folder"]  # fixtures
 
 
 @pytest.mark.parametrize(
-    "document", [path for path in DOCUMENTS if path != README and runnable(path)], ids=name
+    "document",
+    [path for path in DOCUMENTS if path not in (README, START) and runnable(path)],
+    ids=name,
 )
 def test_every_command_works(document: Path, folder: Path, environment: dict[str, str]) -> None:
     check_steps(document, folder, environment)
