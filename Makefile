@@ -19,7 +19,7 @@ CORE_TESTS := tests/unit tests/redis tests/cluster tests/vllm
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs licences site ui-picture wheel-check image-test sbom lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants gpu-check
+.PHONY: help setup serve check unit test test-all test-cluster lint docs licences site ui-picture wheel-check release image-test sbom lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants gpu-check
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -92,6 +92,9 @@ lint: $(DEV) ## Formatting, lint and types
 
 wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean environment, runs kvroute there
 	@scripts/check_wheel.sh $(ARGS)
+
+release: $(DEV) ## All files of a release, in dist/, after all tests; publishes nothing. ARGS=--try without tests
+	@exec scripts/release.sh $(ARGS)
 
 image-test: $(DEV) ## The container image, built and run with podman; as root, takes 15 minutes
 	@exec $(BIN)/python -m pytest -rP tests/slow/image $(ARGS)

@@ -47,6 +47,7 @@ NOT_HERE = {
     "make test": "runs these tests",
     "make test-all": "runs these tests",
     "make image-test": "takes minutes: tests/slow/image has these tests",
+    "make release": "takes hours",
     "make setup GPU=1": GPUS,
     "git clone": "the tests run in a checkout",
     "git pull": "the tests run in a checkout",

@@ -43,11 +43,12 @@ THIS = Version(ROOT)
 
 
 def version_at(commit: str, folder: Path) -> Version:
-    """Write the source tree of a commit into a new folder; skip the test if there is no history."""
+    """Write the source tree of a commit or tag into a new folder; skip the test without it."""
     folder.mkdir()
     packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
     if packed.returncode:
-        pytest.skip(f"{commit[:8]} is not in this clone, which is shallow, or is not a clone")
+        reason = "it is not released, or this is no clone, or a shallow one"
+        pytest.skip(f"{commit[:8]} is not here: {reason}")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
     return Version(folder)
 

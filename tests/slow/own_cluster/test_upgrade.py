@@ -33,6 +33,7 @@ from tests.support.waiting import wait_until
 # conversations and no background responses; and one that has them all.
 WITHOUT_CONVERSATIONS = "59c05457f56aa2792538c3c80208b9dc49a773e0"
 WITH_CONVERSATIONS = "d2f4d84d3867b479563c8c3524ef5505c8cf47ea"
+RELEASED = "v0.1.0"  # what docs/stability.md promises about upgrades begins with this version
 SIMULATED = (
     *("--engine", "simulated", "--replicas", "2", "--cluster", "fleet"),
     *("--simulated-prefill-tokens-per-s", "20000", "--simulated-decode-ms", "20"),
@@ -64,7 +65,7 @@ OTHER_FORMATS = {  # of records and messages, of fingerprints, and of the wire
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("commit", [WITHOUT_CONVERSATIONS, WITH_CONVERSATIONS])
+@pytest.mark.parametrize("commit", [WITHOUT_CONVERSATIONS, WITH_CONVERSATIONS, RELEASED])
 def test_an_upgrade_and_a_rollback_lose_nothing(
     commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
