@@ -1,4 +1,7 @@
-"""A hook of MkDocs that adds the pages of the root folder to the site, and mends links to them."""
+"""A hook of MkDocs that adds pages outside of docs/ to the site, and mends links to them.
+
+These are the pages of the root folder, and the README of each feature.
+"""
 
 import posixpath
 import re
@@ -8,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# File of the root folder -> its name on the site. All other pages are files of docs/.
+# File -> its name on the site. All other pages are files of docs/.
 PAGES = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
@@ -16,13 +19,17 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "license.txt",
 }
+PAGES |= {
+    str(path.relative_to(ROOT)): f"features/{path.parent.name}.md"
+    for path in sorted(ROOT.glob("kvroute/features/*/README.md"))
+}
 SOURCES = {name: source for source, name in PAGES.items()}
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#])")
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages of the root folder."""
+    """Add the pages that are not in docs/."""
     for source, name in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
     return files

@@ -186,6 +186,12 @@ OTHERS = {
         tests=("slow/audit",),
         needs="the network",
     ),
+    "site": Part(
+        about="the website of the documents has no broken link: `make site`",
+        command=("make", "site"),
+        needs="the network, once",
+        reads_all=True,
+    ),
     "bare-machine": Part(
         about="the README's two commands on a minimal Debian",
         tests=("slow/bare_machine",),
