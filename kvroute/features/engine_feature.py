@@ -1,7 +1,7 @@
 """What a feature does in an engine, before and after each of its steps.
 
-The hooks only compute: they use no clock and take microseconds, since the engine waits for them. So
-the simulated engine and a replay call them, too. Each hook has an empty default.
+The hooks use no clock, so the simulated engine and a replay call them, too. They take microseconds:
+the engine waits for them. Each hook has an empty default.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class EngineFeature:
         """Record the time of a step, and what it has computed of prompts."""
 
 
-PROMPTS = 64  # number of prompts that hooks get, so that a long queue does not make steps longer
+PROMPTS = 64  # most prompts that a hook gets, so that a long queue does not make steps longer
 
 
 class EngineFeatures:
@@ -59,7 +59,7 @@ class EngineFeatures:
         features = tuple(features)
         self._limiting = overriding(features, EngineFeature.prompt_tokens)
         self._learning = overriding(features, EngineFeature.step_ended)
-        self.are_on = bool(features)
+        self.has_any = bool(features)
 
     def prompt_tokens(
         self,

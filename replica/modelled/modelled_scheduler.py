@@ -182,7 +182,7 @@ class ModelledScheduler(Generic[S]):
             took_s: the time of the step.
             chunks: what `schedule` has returned for it.
         """
-        if self._features.are_on:
+        if self._features.has_any:
             parts = [
                 ComputedPart(each.computed, each.computed + tokens)
                 for each, tokens in chunks.items()

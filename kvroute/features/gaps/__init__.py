@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
 
-LIMITS = "KVROUTE_ENGINE_GAPS"  # the variable of engines with both limits in milliseconds
+# The environment variable that gives both limits to engines, in milliseconds.
+LIMITS = "KVROUTE_ENGINE_GAPS"
 
 
 class GapLimits(Feature):

@@ -1,8 +1,7 @@
 """Limits the prompt tokens of an engine's steps, so that answers get their tokens in time.
 
 While answers run, a step takes at most as long as the strictest of them allows. But prompts get the
-share of the time that they need to be computed within the limit of the first token, also if steps
-become longer.
+share of the time that they need for first tokens in time, even if steps become longer.
 """
 
 import math
@@ -11,12 +10,12 @@ from collections.abc import Sequence
 from kvroute.features.engine_feature import ComputedPart, EngineFeature, PendingPrompt
 from kvroute.features.gaps.step_times import StepTimes
 
-# Prompts get at least this part of the time of a step without them, also if that step already takes
-# longer than the limit. So they are computed, even if slowly.
+# Prompts get at least this fraction of the time of a step without prompts, even if such a step
+# alone exceeds the limit. So they are computed, if slowly.
 SMALLEST_PART = 0.1
-# Prompts get at most this share of the time, also if they are late. So no step takes longer than
-# ten times as long as one without prompts, or as the limit; and the engine computes nearly as many
-# prompt tokens per second as without a limit.
+# Prompts that are late get this share of the time. So a step takes at most the limit, or ten times
+# a step without prompts, whichever is longer. And the engine computes nearly as many prompt tokens
+# per second as without a limit.
 LARGEST_SHARE = 0.9
 
 
@@ -54,7 +53,8 @@ class EngineGaps(EngineFeature):
         """Return the most seconds between the tokens of an answer.
 
         Args:
-            data: what the request needs, as milliseconds in ASCII. Empty: the default. 0: nothing.
+            data: the request's own limit in milliseconds, as digits. Empty: the default. 0: no
+                limit.
         """
         if not data:
             return self._tpot_s

@@ -16,9 +16,9 @@ class GapOptions(BaseModel):
         Field(ge=0, le=60_000),
         Option(
             QUEUE,
-            "While answers run, replicas compute only so much of other prompts that a step takes "
-            "at most this many milliseconds; so that is the time between two tokens. First tokens "
-            "come later. A request can choose its own limit with x-kvroute-tpot-ms. 0: no limit.",
+            "While answers run, a step computes only as much of prompts as fits into this many "
+            "milliseconds, which bounds the time between two tokens. First tokens come later. A "
+            "request can then choose a limit of its own with x-kvroute-tpot-ms. 0: no limit.",
         ),
     ] = 0
     slo_ttft_ms: Annotated[
@@ -26,8 +26,7 @@ class GapOptions(BaseModel):
         Field(gt=0, le=3_600_000),
         Option(
             QUEUE,
-            "With --slo-tpot-ms: steps become longer than that as soon as a prompt would "
-            "otherwise get its first token later than this many milliseconds after its arrival "
-            "at the replica.",
+            "With --slo-tpot-ms: steps may exceed it if a prompt would get its first token later "
+            "than this many milliseconds after it has reached the replica.",
         ),
     ] = 1500

@@ -1,4 +1,4 @@
-"""The limit of the time between tokens in one router: what a request needs."""
+"""Tells the engine which limit of the time between tokens a request has chosen."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -22,7 +22,7 @@ class RouterGaps(RouterFeature):
     def with_data(self, call: Call) -> AbstractContextManager[Call]:
         if (value := call.headers.get(HEADER)) is None:
             return nullcontext(call)
-        if not (value.isdecimal() and value.isascii() and int(value[:9]) <= MAX_MS):
+        if not (value.isdecimal() and value.isascii() and len(value) <= 5 and int(value) <= MAX_MS):
             raise invalid(
                 HEADER,
                 f"{HEADER} is {value[:40]!r}; expected the most milliseconds between two tokens, "

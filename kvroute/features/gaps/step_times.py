@@ -8,11 +8,10 @@ from kvroute.features.engine_feature import ComputedPart
 
 LATEST = 1 / 8  # weight of a new value in the moving average of steps without prompts
 FADE = 0.97  # factor by which each step with a prompt reduces the weight of those before it
-MAX_OFF = (
-    4.0  # longer times, which have another cause, are cut to this multiple of the expected time
-)
-# The two parts of a prompt's cost are told apart if the steps differ enough in their contexts. This
-# is the least determinant of the equations, as a share of the product of their diagonal.
+# Measured times above this multiple of the expected time have another cause, and are cut to it.
+MAX_OFF = 4.0
+# The smallest determinant of the equations, as a share of the product of their diagonal, at which
+# the cost of tokens and the cost of attention can be told apart.
 MIN_DIFFERENCE = 1e-3
 
 
@@ -27,8 +26,10 @@ class StepTimes:
     fixed_s: float = 0.0  # time of a step that computes no prompt; 0: unknown
     token_s: float = 0.0  # time of a prompt token without the attention; 0: unknown
     context_s: float = 0.0  # time of a prompt token's attention to one token before it
-    # Decayed sums of the least squares: of tokens and contexts, each multiplied by tokens, contexts
-    # and times. A step is weighted by 1/tokens, so that short steps count as well.
+    # The sums of the least squares, faded by FADE, over steps with prompts: tokens, contexts,
+    # contexts**2 / tokens, seconds, seconds * contexts / tokens. The contexts of a step are the sum
+    # over its prompt tokens of the number of tokens before each. A step has the weight 1/tokens,
+    # so that short steps count as well.
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
     def learn(self, took_s: float, parts: Sequence[ComputedPart]) -> None:

@@ -89,7 +89,7 @@ class _Kvroute:
         self.lane = BatchLane(self) if is_on(BATCH_LANE) else None
         # None: no feature limits steps.
         self.step_limits = None
-        if is_on(STEP_LIMITS) and (features := engine_features(os.environ)).are_on:
+        if is_on(STEP_LIMITS) and (features := engine_features(os.environ)).has_any:
             self.step_limits = StepLimits(self, features)
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier

@@ -1,7 +1,8 @@
-"""Features that limit the prompt tokens of each step of vLLM's scheduler, and learn its times.
+"""Lets features limit the prompt tokens of each scheduler step, and learn how long steps take.
 
-As for the batch lane (lane.py), vLLM asks how many tokens a request may get in a step before it
-allocates blocks. If a version of vLLM no longer asks, features limit nothing.
+Before vLLM allocates blocks for a request, it calls a method that kvroute replaces, and that says
+how many tokens the request may get (lane.py). If a version of vLLM no longer calls it, features
+limit nothing.
 """
 
 import os
@@ -28,11 +29,11 @@ from kvroute.replica.vllm_engine.core.priority import is_in_lane
 
 # Key in the extra_args of vLLM's SamplingParams. The value is a _Facts as a plain list.
 FACTS = "kvroute_step"
-UNENDED = 8  # number of planned steps that may not have ended; vLLM plans at most a few ahead
+UNENDED = 8  # most steps that are planned and have not ended; vLLM plans only a few ahead
 
 
 class _Facts(NamedTuple):
-    """What the scheduler knows of a request for features."""
+    """What a request carries for the features in the scheduler."""
 
     expected_tokens: int = 0  # how many tokens of its prompt the router expects in the cache
     data: Mapping[str, bytes] = NO_DATA  # name of a feature -> its data
@@ -42,14 +43,14 @@ NO_FACTS = _Facts()
 
 
 @cache
-def are_on() -> bool:
+def has_limits() -> bool:
     """Return whether a feature limits the steps of the engines that this process starts."""
-    return engine_features(os.environ).are_on
+    return engine_features(os.environ).has_any
 
 
 def step_args(request: GenerateRequest) -> dict[str, Any]:
     """Return the entry of vLLM's extra_args for the features in the scheduler."""
-    if not are_on():
+    if not has_limits():
         return {}
     return {FACTS: [request.expected_tokens, request.features or {}]}
 
@@ -93,7 +94,7 @@ class StepLimits:
         """
         if request.status == RequestStatus.RUNNING and not is_prompt(request, computed):
             return tokens
-        if self._scheduler.need_mamba_block_aligned_split:  # a part would end inside a block
+        if self._scheduler.need_mamba_block_aligned_split:  # such models compute whole blocks
             allowed = tokens if self._left > 0 else 0
         else:
             allowed = min(tokens, max(0, self._left))

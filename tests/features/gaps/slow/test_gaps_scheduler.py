@@ -132,11 +132,11 @@ def test_features_get_the_data_of_answers_and_what_is_expected_to_be_cached(
 def test_a_request_carries_its_facts_only_if_a_feature_is_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from kvroute.replica.vllm_engine.core.step_limits import FACTS, are_on, step_args
+    from kvroute.replica.vllm_engine.core.step_limits import FACTS, has_limits, step_args
 
     request = GenerateRequest("r", NO_TOKENS, expected_tokens=32, features={"gaps": b"20"})
     for limits, expected in (("", {}), ("30 1500", {FACTS: [32, {"gaps": b"20"}]})):
         monkeypatch.setenv(LIMITS, limits)
-        are_on.cache_clear()
+        has_limits.cache_clear()
         assert step_args(request) == expected
-    are_on.cache_clear()
+    has_limits.cache_clear()
