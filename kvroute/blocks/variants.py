@@ -1,7 +1,8 @@
 """The variants of a model: their names, and which of them an engine has in memory.
 
-A variant is the model with weights that are added to it, such as a LoRA adapter. Cached blocks
-depend on it (`Scope`), and an engine computes nothing while it loads one.
+A variant is the model itself, or the model with weights that are added to it, such as a LoRA
+adapter. Cached blocks depend on it (blocks/chain.py), and an engine computes nothing while it loads
+one.
 
 A variant that is there from the start (--lora) has the name by which clients request it. One that
 is added later has a *key*, which is its name and the digest of its files. Routers and replicas use
@@ -15,10 +16,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"  # the names of variants that are added
-MAX_NAME = 128  # the most characters of such a name
+MAX_NAME = 128  # most characters of an added variant's name
 DIGEST = "[0-9a-f]{32}"
 SETUP_S = 0.5  # assumed seconds to load a variant, until a load is measured
-# The name of a tenant, if the variant is its own, the separator of tenants, the name, the digest.
+# A key is NAME@DIGEST, after the tenant and a separator if one tenant owns the variant.
 _KEY = re.compile(rf"(?:.*␟)?({NAME})@{DIGEST}", re.DOTALL)
 
 

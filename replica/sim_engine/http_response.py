@@ -65,8 +65,8 @@ async def respond(
         prompt_tokens=prompt_tokens,
     )
     repeated = len(call.deltas)  # number of outputs that the client has received already
-    # Whether status and content type are still to be sent. With a stream, the other engine's
-    # replica has sent them.
+    # Whether status and content type are still to be sent. If a stream goes on after a lost
+    # replica, that replica has sent them.
     needs_head = not (repeated and sampling.is_stream)
     async with aclosing(outputs_of(request, sampling)) as outputs:
         async for output in outputs:

@@ -126,7 +126,7 @@ class CommonBody(Struct):
         return self.max_tokens or min(COMPLETION_TOKENS, context_tokens)
 
     def alternatives(self) -> int | None:
-        """Return how many likely tokens a response lists at each position, with logprobs.
+        """Return how many likely tokens the response lists per position.
 
         None: no logprobs are requested.
         """
@@ -198,7 +198,7 @@ def read(kind: type[CommonBody], raw: bytes, *, prompt_tokens: int, max_model_le
 
 
 def check(kind: type[CommonBody], raw: bytes) -> None:
-    """Raise UnsupportedRequestError if the body is rejected, whatever its prompt is."""
+    """Raise UnsupportedRequestError if the body would be rejected with any prompt."""
     _checked(kind, raw).alternatives()
 
 

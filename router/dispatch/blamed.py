@@ -1,4 +1,4 @@
-"""The poison list: requests that crashed a replica or made it hang.
+"""The list of blamed requests: those that crashed a replica or made it hang.
 
 Routers refuse these requests for some minutes.
 Client libraries retry failed requests, and each retry would stop another replica. A request is
@@ -27,7 +27,7 @@ class _Blame:
 
 
 class PoisonList:
-    """One router's poison list for one model.
+    """One router's list of blamed requests for one model.
 
     Args:
         publish: called with the digest of each request that this router adds.

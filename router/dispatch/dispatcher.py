@@ -191,7 +191,7 @@ class Dispatcher:
     def _check(self, losses: Losses, request: GenerateRequest) -> None:
         """Refuse a request that has lost too many replicas.
 
-        If the request may have caused the losses, it is added to the poison list.
+        If the request may have caused the losses, it is added to the list of blamed requests.
 
         Raises:
             ApiError: the request may not be sent to another replica.
@@ -311,7 +311,7 @@ class Dispatcher:
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
     async def _blame(self, request: GenerateRequest, replica_id: str) -> None:
-        """Add a request to the poison list, because the replica that was preparing it hung.
+        """Add a request to the list of blamed ones, because the replica that was preparing it hung.
 
         If the replica's machine cannot be reached, the request is not the cause.
         """

@@ -293,7 +293,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_blamed(self, blamed: PoisonList) -> None:
-        """Export how many requests the router has added to the poison list."""
+        """Export how many requests the router has blamed."""
         self._readings.counter(
             "kvroute_blamed_requests",
             "Requests blamed for the loss of replicas, which are rejected for some minutes.",

@@ -84,7 +84,7 @@ class Caches:
         return self._space.chain(token_ids[: blocks * self.block_size], scope, media)
 
     def reusable(self, prompt_tokens: int) -> int:
-        """Return how many blocks of a prompt of this length a later prompt can reuse."""
+        """Return the most blocks of a prompt of this length that any replica can reuse later."""
         blocks = reusable_blocks(prompt_tokens, self.block_size)
         layouts = self._replicas.layouts.values()
         if len(layouts) < len(self._replicas) or not layouts:
@@ -173,7 +173,7 @@ class Caches:
         return max(at_least, *blocks)
 
     def partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
-        """Return how many leading blocks of a chain the first cache group of any replica has.
+        """Return the longest hit of a chain in the first cache group alone, over all replicas.
 
         Args:
             at_least: a lower bound of the result, which the caller knows.

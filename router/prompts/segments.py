@@ -64,8 +64,8 @@ class Cutter:
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         tokens = tokenizer.get_added_tokens_decoder().values()
-        # Text is cut only at added tokens that match it verbatim. The tokenizer finds all others,
-        # which match normalised text, within a segment.
+        # Text is cut only at added tokens that match it verbatim. All others match normalised text,
+        # and the tokenizer finds them within a segment.
         verbatim = [token for token in tokens if not token.normalized]
         if not verbatim:
             raise ValueError("no added token is matched verbatim; there is nowhere to cut")
@@ -116,6 +116,7 @@ class SegmentCache:
         self._entries: OrderedDict[str, TokenIds] = OrderedDict()  # least recently used first
 
     def get(self, segment: str) -> TokenIds | None:
+        """Return the ids of a segment; None: they are not stored."""
         token_ids = self._entries.get(segment)
         if token_ids is not None:
             self._entries.move_to_end(segment)

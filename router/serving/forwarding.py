@@ -1,4 +1,4 @@
-"""Forwards calls that do not use the KV cache to any replica's HTTP application."""
+"""Forwards calls without a use for the KV cache to the HTTP application of any replica."""
 
 import msgspec
 from fastapi import Response
@@ -18,11 +18,11 @@ TIMEOUT_S = 600.0  # seconds for a replica to answer; a call may have many texts
 async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer) -> Response:
     """Forward a call to any replica, and return the response.
 
-    The router itself answers calls that count the tokens of a response's input, or of a prompt with
-    an opening, since replicas know neither of these.
+    The router itself counts tokens for the Responses API and for prompts that begin with a
+    feature's own tokens (`Opening`): replicas know neither.
 
     Raises:
-        ApiError: no replica answers, or the opening, or what is stored for the call, is unknown.
+        ApiError: no replica answers, or the call names an unknown opening or stored item.
         RefusedCallError: a replica refuses the body.
     """
     generating = call.as_generating()

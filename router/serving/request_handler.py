@@ -1,14 +1,17 @@
 """The stages of a request. RequestHandler calls them one after the other.
 
-stage      module                     what it does
-parse      endpoints/openai_routes    reads the body into a Call, the headers into a RequestContext
-expand     serving/assembly           adds what features have stored for the call, and the opening
-render     serving/rendering          turns the prompts into token ids
-place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         asks the gate; waits until all features let the
-                                      prompt go and until the queue releases it
-dispatch   dispatch/dispatcher        sends the prompt; continues elsewhere if the replica is lost
-respond    serving/responding         writes the response to the client
+stage      module                    what it does
+parse      endpoints/openai_routes   reads the body into a Call, the headers into a RequestContext
+expand     serving/assembly          adds what features have stored for the call, and the opening
+render     serving/rendering         turns the prompts into token ids, here or in a replica
+dispatch   dispatch/dispatcher       for each prompt: place, admit and send, until a replica answers
+place      placement/fleet           ranks the replicas
+admit      dispatch/admission        checks limits, features and queue; a prompt that had to wait is
+                                     placed again
+send       connections/links         finds the connection to the replica, and sends the request
+
+The route parses a call before it calls RequestHandler. The module that makes the response,
+serving/responding, starts the dispatch of each prompt.
 """
 
 import time

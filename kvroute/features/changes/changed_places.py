@@ -11,11 +11,11 @@ from kvroute.router.observability.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
-NEAR = 64  # tokens; two changes this close count as one place
-KEPT = 32  # places in one part of the window; losses at further places are not counted here
+NEAR = 64  # tokens; changes in the same stretch of this many tokens count as one place
+KEPT = 32  # most places in one part of the window; further places are left out
 WORST = 3  # places that operators see
 
-Key = tuple[str, int]  # role of the place, and its token divided by NEAR
+Key = tuple[str, int]  # role of the place, and the number of its stretch of NEAR tokens
 
 
 @dataclass(slots=True)
@@ -29,6 +29,13 @@ class Place:
     requests: int = 0  # requests with a change at this place
 
     def add(self, token: int, tokens: int, requests: int) -> None:
+        """Add changes at this place.
+
+        Args:
+            token: first token that these changes have changed.
+            tokens: prompt tokens that could have come from a cache without them.
+            requests: number of requests with one of these changes.
+        """
         self.token = min(self.token, token)
         self.tokens += tokens
         self.requests += requests

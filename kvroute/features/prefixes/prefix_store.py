@@ -8,7 +8,7 @@ keys have the same hash tag as the index (index.py), but no lease:
     kvroute:{TAG}:prefixes:versions  hash    id -> its last version; kept after a drop
     kvroute:{TAG}:prefixes:hits      hash    id -> number of requests with a cache hit on it
     kvroute:{TAG}:prefixes:saved     hash    id -> tokens that these requests reused
-    kvroute:{TAG}:prefixes:revision  string  a number that is new after each change of a prefix
+    kvroute:{TAG}:prefixes:revision  string  a number that changes with every change of a prefix
 
 Every change is one transaction, which starts again if another process changes the revision
 meanwhile. Unreadable entries are skipped and counted.
@@ -136,7 +136,7 @@ class Prefixes(RevisedStore[Prefix]):
 
     @with_timeout
     async def uses(self) -> Mapping[str, tuple[int, int]]:
-        """Return id -> (hits, saved tokens) since its first declaration, for all ids with hits."""
+        """Return id -> (hits, saved tokens) since the id was declared, for all ids with hits."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._hits)
         pipeline.hgetall(self._saved)

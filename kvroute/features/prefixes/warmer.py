@@ -5,9 +5,8 @@ replica reads the declarations and the records of live replicas in Redis, and de
 which prefixes are assigned to it. Before the replica serves requests, it computes only the pinned
 prefixes, for a limited time. It computes the other prefixes while it serves.
 
-A replica releases a prefix if the prefix was deleted. If the prefix is now assigned to other
-replicas, it releases the prefix once they all have computed it. During an outage of Redis nothing
-changes.
+A replica releases a deleted prefix at once, and one that now belongs to other replicas when all of
+them have computed it. During an outage of Redis nothing changes.
 """
 
 import asyncio
@@ -41,8 +40,7 @@ MAX_SLICE_S = 0.2  # target for the maximum time of a slice; the slices' length 
 # Seconds in which a starting replica computes prefixes before it serves. A prefix that it has begun
 # to compute before this limit is computed to its end.
 MAX_START_S = 60.0
-# Seconds that a starting replica waits until the prefixes that its settings name are declared in
-# Redis.
+# Most seconds that a starting replica waits for its settings' prefixes to be declared in Redis.
 MAX_DECLARATION_WAIT_S = 60.0
 
 

@@ -16,10 +16,10 @@ NEAR = 0.8  # above this share of the limit, each connection is closed after its
 def limited(config: str, *, limit: int, idle_s: float) -> str:
     """Return Serve's configuration with limits on client connections.
 
-    Idle connections never take more than the share NEAR of the limit, so that there are always some
-    for running requests, health checks and refusals. The option `timeout client` limits how long a
-    client may take for its TLS handshake, for the next part of its body, or for acknowledging the
-    response. It is never shorter than DEFAULT_IDLE_S.
+    Idle connections never take more than the share NEAR of the limit, so that connections are
+    always left for running requests, health checks and refusals. The option `timeout client` limits
+    how long a client may take for its TLS handshake, for the next part of its body, or for
+    acknowledging the response. It is never shorter than DEFAULT_IDLE_S.
 
     Args:
         config: Serve's configuration of HAProxy.

@@ -1,7 +1,7 @@
 """The KV cache events of a vLLM server, as its ZMQ publisher encodes them.
 
-Only the fields that kvroute reads are declared. Later versions of vLLM add fields, which are
-ignored, and kinds of events, which are skipped and counted.
+Only the fields that kvroute reads are declared. Fields that later versions of vLLM add are ignored.
+Kinds of events that they add are skipped and counted.
 """
 
 from collections import Counter
