@@ -76,7 +76,8 @@ DECODE_STEPS = 11.0
 # gpu      the replica computes nothing else meanwhile: they cost as much as `own`
 # network  they use the network, and no GPU time. But in a busy fleet, a prompt that moves to the
 #          replica with the shortest queue delays prompts there that no replica has cached
-Price = Literal["wait", "gpu", "network"]
+# others   they delay other requests, and not this one
+Price = Literal["wait", "gpu", "network", "others"]
 
 
 class Term(NamedTuple):
@@ -136,7 +137,7 @@ class Candidate(NamedTuple):
     @property
     def terms_wait_s(self) -> float:
         """Return the seconds that terms of features delay this request but not others."""
-        return sum([term.seconds for term in self.terms if term.price != "gpu"])
+        return sum([term.seconds for term in self.terms if term.price in ("wait", "network")])
 
     @property
     def stopped_s(self) -> float:

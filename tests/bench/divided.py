@@ -35,7 +35,7 @@ REPLICAS, KV_TOKENS, REQUESTS = 16, 800_000, 2000
 LONGER = 4  # answers of the trace "long answers" are this many times as long as conversations'
 CHUNKS = (512, 1024, 2048)
 TPOT_MS = 30
-TTFTS_MS = (1000, 1500, 2000, 60_000)
+TTFTS_MS = (500, 1000, 1500, 60_000)
 AT_ONCE = PrefillModel(tokens_per_s=1e12, attention_tokens=1e12)  # blocks that were pulled
 
 
@@ -45,6 +45,7 @@ class Way:
 
     name: str
     chunk_tokens: int | None = None  # the most tokens of a step; None: the engine's
+    is_placed: bool = False  # whether long prompts go where few answers run
     limits: str = ""  # --slo-tpot-ms and --slo-ttft-ms; empty: none
     for_prompts: int = 0  # replicas that only compute prompts; 0: all replicas do both
 
@@ -52,7 +53,11 @@ class Way:
 WAYS = (
     Way("today"),
     *(Way(f"{tokens} tokens a step", chunk_tokens=tokens) for tokens in CHUNKS),
-    *(Way(f"{TPOT_MS} ms, first in {ms} ms", limits=f"{TPOT_MS} {ms}") for ms in TTFTS_MS),
+    Way("placement", is_placed=True),
+    *(
+        Way(f"{TPOT_MS} ms, first in {ms} ms", is_placed=True, limits=f"{TPOT_MS} {ms}")
+        for ms in TTFTS_MS
+    ),
     *(
         Way(f"{prompts} for prompts, {REPLICAS - prompts} for answers", for_prompts=prompts)
         for prompts in range(REPLICAS // 2, REPLICAS)
@@ -130,7 +135,8 @@ def measured(
     if way.for_prompts:
         outcome = divided(requests, cluster, way.for_prompts, seed)
     else:
-        outcome = simulate(requests, cluster, "kvroute", seed=seed)
+        policy = "kvroute-gaps" if way.is_placed else "kvroute"
+        outcome = simulate(requests, cluster, policy, seed=seed)
     return [summarise(way.name, requests, outcome, OPEN_LOOP, slo) for slo in SLOS]
 
 

@@ -4,14 +4,15 @@ README.md explains the parts.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvroute.features.feature import Feature, FeatureSettings
+from kvroute.features.feature import Feature, FeatureSettings, TermText
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from kvroute.features.gaps.engine_gaps import EngineGaps
+    from kvroute.features.gaps.placed_gaps import PlacedGaps
     from kvroute.features.gaps.router_gaps import RouterGaps
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
@@ -25,6 +26,13 @@ class GapLimits(Feature):
 
     name = "gaps"
     headers = ("x-kvroute-tpot-ms",)
+    policies = ("gaps",)
+    terms: ClassVar[Mapping[str, TermText]] = {
+        "gaps": TermText(
+            label="answers that wait for the prompt",
+            reason="on {other}, the prompt would delay more answers; that counts as {seconds}",
+        )
+    }
 
     def options(self) -> "type[BaseModel]":
         from kvroute.features.gaps.gap_options import GapOptions
@@ -74,3 +82,8 @@ class GapLimits(Feature):
             return None
         tpot_s, ttft_s = (float(limit) / 1000 for limit in limits.split())
         return EngineGaps(tpot_s=tpot_s, ttft_s=ttft_s)
+
+    def replayed(self, policy: str = "") -> "PlacedGaps | None":
+        from kvroute.features.gaps.placed_gaps import PlacedGaps
+
+        return PlacedGaps() if policy == "gaps" else None

@@ -29,4 +29,4 @@ class GapOptions(BaseModel):
             "With --slo-tpot-ms: steps may exceed it if a prompt would get its first token later "
             "than this many milliseconds after it has reached the replica.",
         ),
-    ] = 1500
+    ] = 1000

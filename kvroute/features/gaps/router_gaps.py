@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
+from kvroute.features.gaps.placed_gaps import PlacedGaps
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import invalid
@@ -14,10 +15,8 @@ HEADER = "x-kvroute-tpot-ms"
 MAX_MS = 60_000  # highest limit that a request can choose
 
 
-class RouterGaps(RouterFeature):
+class RouterGaps(PlacedGaps, RouterFeature):
     """Tells engines which limit a request has chosen. Batch requests have none."""
-
-    name = "gaps"
 
     def with_data(self, call: Call) -> AbstractContextManager[Call]:
         if (value := call.headers.get(HEADER)) is None:
