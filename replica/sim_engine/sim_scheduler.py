@@ -1,5 +1,7 @@
 """The scheduler of a simulated engine, with its adapters and copies from host memory."""
 
+from collections.abc import Mapping
+
 from kvroute.features.engine_feature import NO_ENGINE_FEATURES, EngineFeatures
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.modelled.modelled_copies import Copies
@@ -68,6 +70,19 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
         admitted = (*self.running, *self.reloads)
         self._loras = {choice.lora for choice in admitted if choice.lora}
         return super().schedule(now_s)
+
+    def step_s(self, prompts: Mapping[RunningChoice, int]) -> float:
+        """Return how long a step takes.
+
+        Args:
+            prompts: what `schedule` has returned for it.
+        """
+        prefill_s = sum(
+            self._prefill.seconds(choice.computed, choice.computed + tokens)
+            for choice, tokens in prompts.items()
+        )
+        decodes_s = self._config.decode_per_seq_s * len(self.decoding)
+        return prefill_s + self._config.decode_step_s + decodes_s
 
     def expected(self, sequence: RunningChoice) -> int:
         return sequence.job.request.expected_tokens

@@ -344,7 +344,7 @@ class SimulatedEngine(Engine):
             decoding = [*self._scheduler.decoding]
             if prompts or decoding or not self._scheduler.reloads:
                 loading_s = self._adapters.loading_s(each.lora for each in (*prompts, *decoding))
-                step_s = self._step_s(prompts, len(decoding))
+                step_s = self._scheduler.step_s(prompts)
                 await self._pace.spend(loading_s + step_s)
                 self._scheduler.record_step(step_s, prompts)
             else:
@@ -363,13 +363,6 @@ class SimulatedEngine(Engine):
             async with asyncio.timeout(left_s):
                 await self._has_work.wait()
         self._pace.restart()
-
-    def _step_s(self, prompts: Mapping[RunningChoice, int], decoding: int) -> float:
-        prefill_s = sum(
-            self._prefill.seconds(choice.computed, choice.computed + tokens)
-            for choice, tokens in prompts.items()
-        )
-        return prefill_s + self.config.decode_step_s + self.config.decode_per_seq_s * decoding
 
     def _publish(self) -> None:
         self._events += self._pool.drain()

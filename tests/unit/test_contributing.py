@@ -33,7 +33,7 @@ def test_an_example_names_the_function_that_it_changes(page: Path) -> None:
 def test_every_page_is_linked() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"docs/contributing/{page.name}" in text for page in PAGES)
-    assert len(PAGES) == 7
+    assert len(PAGES) == 8
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

@@ -27,19 +27,19 @@ from kvroute.features.engine_sides import engine_features
 from kvroute.replica.vllm_engine.core.lane import is_prompt
 from kvroute.replica.vllm_engine.core.priority import is_in_lane
 
-# Key in the extra_args of vLLM's SamplingParams. The value is a _Facts as a plain list.
+# Key in the extra_args of vLLM's SamplingParams. The value is a _RequestFacts as a plain list.
 FACTS = "kvroute_step"
 UNENDED = 8  # most steps that are planned and have not ended; vLLM plans only a few ahead
 
 
-class _Facts(NamedTuple):
+class _RequestFacts(NamedTuple):
     """What a request carries for the features in the scheduler."""
 
     expected_tokens: int = 0  # how many tokens of its prompt the router expects in the cache
     data: Mapping[str, bytes] = NO_DATA  # name of a feature -> its data
 
 
-NO_FACTS = _Facts()
+NO_FACTS = _RequestFacts()
 
 
 @cache
@@ -141,7 +141,7 @@ def _pending_prompt(request: Request, clock_s: float) -> PendingPrompt:
     )
 
 
-def _facts(request: Request) -> _Facts:
+def _facts(request: Request) -> _RequestFacts:
     params = request.sampling_params
     plain = params and params.extra_args and params.extra_args.get(FACTS)
-    return _Facts(*plain) if plain else NO_FACTS
+    return _RequestFacts(*plain) if plain else NO_FACTS
