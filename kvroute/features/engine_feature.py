@@ -5,9 +5,12 @@ the engine waits for them. Each hook has an empty default.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvroute.features.own_methods import overriding
+
+if TYPE_CHECKING:
+    from kvroute.contract.generation import GenerateRequest
 
 NO_DATA: Mapping[str, bytes] = {}
 
@@ -25,6 +28,16 @@ class ComputedPart(NamedTuple):
 
     start: int
     end: int
+
+
+def data_of(request: "GenerateRequest") -> Mapping[str, bytes]:
+    """Return what a request has for features in an engine, by the name of the feature.
+
+    It comes from the client's call (RouterFeature.with_data), and from the choice of the replica
+    (PlacingFeature.sending).
+    """
+    of_call = request.call.features if request.call else {}
+    return {**of_call, **(request.features or {})}
 
 
 class EngineFeature:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import RetentionHint
-from kvroute.features.engine_feature import NO_DATA
+from kvroute.features.engine_feature import data_of
 from kvroute.replica.modelled.modelled_scheduler import ModelledSequence
 from kvroute.replica.sim_engine.blocks import Table
 from kvroute.replica.sim_engine.choice_output import ChoiceOutput
@@ -86,7 +86,7 @@ class RunningChoice(ModelledSequence):
 
     @property
     def data(self) -> Mapping[str, bytes]:
-        return self.job.request.features or NO_DATA
+        return data_of(self.job.request)
 
     @property
     def hint(self) -> RetentionHint:

@@ -22,6 +22,7 @@ from kvroute.features.engine_feature import (
     ComputedPart,
     EngineFeatures,
     PendingPrompt,
+    data_of,
 )
 from kvroute.features.engine_sides import engine_features
 from kvroute.replica.vllm_engine.core.lane import is_prompt
@@ -52,7 +53,7 @@ def step_args(request: GenerateRequest) -> dict[str, Any]:
     """Return the entry of vLLM's extra_args for the features in the scheduler."""
     if not has_limits():
         return {}
-    return {FACTS: [request.expected_tokens, request.features or {}]}
+    return {FACTS: [request.expected_tokens, dict(data_of(request))]}
 
 
 class _Planned(NamedTuple):
