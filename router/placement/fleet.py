@@ -327,7 +327,7 @@ class Fleet:
                 self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
             ),
             variant=placement.variant,
-            loads_first=candidate.setup_s > 0 or candidate.reload_s > 0 or bool(candidate.terms),
+            loads_first=candidate.loads_first,
             turn=None if is_batch else turn,
             is_batch=is_batch,
         )

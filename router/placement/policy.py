@@ -135,6 +135,12 @@ class Candidate(NamedTuple):
         return next((term for term in self.terms if term.name == name), None)
 
     @property
+    def loads_first(self) -> bool:
+        """Return whether something has to be loaded there before the prompt can be computed."""
+        is_held_up = any(term.price != "others" for term in self.terms)
+        return self.setup_s > 0 or self.reload_s > 0 or is_held_up
+
+    @property
     def terms_wait_s(self) -> float:
         """Return the seconds that terms of features delay this request but not others."""
         return sum([term.seconds for term in self.terms if term.price in ("wait", "network")])

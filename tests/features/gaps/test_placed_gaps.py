@@ -29,6 +29,7 @@ def test_the_delay_of_others_counts_and_does_not_delay_the_prompt_itself() -> No
     first, second = weighed(3, 1)
     assert terms_s(first, NO_PRICES)["gaps"] == 3 * terms_s(second, NO_PRICES)["gaps"] > 0.0
     assert first.ttft_s == second.ttft_s == 1.0
+    assert not first.loads_first  # so routers still learn the replica's speed from the prompt
 
 
 def test_an_idle_fleet_has_no_term() -> None:
