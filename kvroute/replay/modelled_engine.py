@@ -22,7 +22,7 @@ from kvroute.replay.steps import Plan, ReplayedRequest, ReplayPool, ReplayTable,
 from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.token_gaps import TokenGaps
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
-from kvroute.replica.modelled.modelled_scheduler import ModelledScheduler
+from kvroute.replica.modelled.modelled_scheduler import ModelledScheduler, parts_of
 from kvroute.replica.modelled.paged_cache import PagedCache
 
 NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
@@ -248,10 +248,7 @@ class ModelledReplica(ModelledScheduler[ReplayedRequest]):
         if not self.decoding and not chunks and self.preemptions > before:
             chunks = self.schedule(self._now_s)  # a step with preemptions admits no requests
         decodes = len(self.decoding)
-        prefill_s = sum(
-            model.prefill.seconds(each.computed, each.computed + tokens)
-            for each, tokens in chunks.items()
-        )
+        prefill_s = sum(model.prefill.seconds(*part) for part in parts_of(chunks))
         self.prefill_s += prefill_s
         if not chunks and not decodes:
             return

@@ -79,6 +79,15 @@ class ModelledSequence:
 S = TypeVar("S", bound=ModelledSequence)
 
 
+def parts_of(chunks: Mapping[S, int]) -> list[ComputedPart]:
+    """Return the parts of prompts that a step computes.
+
+    Args:
+        chunks: what `schedule` has returned for the step, which has not ended.
+    """
+    return [ComputedPart(each.computed, each.computed + tokens) for each, tokens in chunks.items()]
+
+
 class ModelledScheduler(Generic[S]):
     """The waiting sequences and the batch of one engine.
 
@@ -183,11 +192,7 @@ class ModelledScheduler(Generic[S]):
             chunks: what `schedule` has returned for it.
         """
         if self._features.has_any:
-            parts = [
-                ComputedPart(each.computed, each.computed + tokens)
-                for each, tokens in chunks.items()
-            ]
-            self._features.step_ended(took_s, parts)
+            self._features.step_ended(took_s, parts_of(chunks))
 
     def advance(self, steps: int = 1) -> None:
         """Count steps that have ended, and allocate the blocks of all of them but the first."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from kvroute.features.engine_feature import NO_ENGINE_FEATURES, EngineFeatures
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.modelled.modelled_copies import Copies
-from kvroute.replica.modelled.modelled_scheduler import ModelledScheduler
+from kvroute.replica.modelled.modelled_scheduler import ModelledScheduler, parts_of
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice
@@ -77,10 +77,7 @@ class SimulatedScheduler(ModelledScheduler[RunningChoice]):
         Args:
             prompts: what `schedule` has returned for it.
         """
-        prefill_s = sum(
-            self._prefill.seconds(choice.computed, choice.computed + tokens)
-            for choice, tokens in prompts.items()
-        )
+        prefill_s = sum(self._prefill.seconds(*part) for part in parts_of(prompts))
         decodes_s = self._config.decode_per_seq_s * len(self.decoding)
         return prefill_s + self._config.decode_step_s + decodes_s
 

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 # The environment variable that gives both limits to engines, in milliseconds.
 LIMITS = "KVROUTE_ENGINE_GAPS"
+HEADER = "x-kvroute-tpot-ms"
 
 
 class GapLimits(Feature):
     """The limit of the time between two tokens. It is off without --slo-tpot-ms."""
 
     name = "gaps"
-    headers = ("x-kvroute-tpot-ms",)
+    headers = (HEADER,)
     policies = ("gaps",)
     terms: ClassVar[Mapping[str, TermText]] = {
         "gaps": TermText(

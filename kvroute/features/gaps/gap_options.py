@@ -7,13 +7,15 @@ from pydantic import BaseModel, Field
 from kvroute.settings.help import Option
 from kvroute.settings.options.common import QUEUE
 
+MAX_TPOT_MS = 60_000  # highest limit that operators or a request can choose
+
 
 class GapOptions(BaseModel):
     """The options of the limit."""
 
     slo_tpot_ms: Annotated[
         int,
-        Field(ge=0, le=60_000),
+        Field(ge=0, le=MAX_TPOT_MS),
         Option(
             QUEUE,
             "While answers run, a step computes only as much of prompts as fits into this many "

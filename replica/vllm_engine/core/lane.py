@@ -75,13 +75,11 @@ class BatchLane:
             computed: the request's tokens that are computed, or were found in the cache.
             tokens: the tokens that vLLM would give to the request.
         """
-        is_decoding = request.status == RequestStatus.RUNNING and not is_prompt(request, computed)
-        if self._tokens is None or is_decoding or not is_in_lane(request.priority, self.clock()):
+        if self._tokens is None or gets_next_token(request, computed):
             return tokens
-        if self._scheduler.need_mamba_block_aligned_split:  # a part would end inside a block
-            allowed = tokens if self._tokens > 0 else 0
-        else:
-            allowed = min(tokens, max(0, self._tokens))
+        if not is_in_lane(request.priority, self.clock()):
+            return tokens
+        allowed = tokens_within(self._tokens, tokens, self._scheduler)
         self._tokens -= allowed
         return allowed
 
@@ -121,3 +119,18 @@ def is_prompt(request: Request, computed: int | None = None) -> bool:
     computed = request.num_computed_tokens if computed is None else computed
     is_prompt: bool = computed < request.num_tokens - 1
     return is_prompt
+
+
+def gets_next_token(request: Request, computed: int) -> bool:
+    """Return whether a step computes only the next token of a running answer."""
+    return request.status == RequestStatus.RUNNING and not is_prompt(request, computed)
+
+
+def tokens_within(limit: int, tokens: int, scheduler: Any) -> int:
+    """Return how many of a prompt's next tokens a step may compute that has this limit.
+
+    With some models, a part may not end inside a block. The step then computes all or none of them.
+    """
+    if scheduler.need_mamba_block_aligned_split:
+        return tokens if limit > 0 else 0
+    return min(tokens, max(0, limit))

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.features.engine_feature import (
@@ -25,7 +25,7 @@ from kvroute.features.engine_feature import (
     data_of,
 )
 from kvroute.features.engine_sides import engine_features
-from kvroute.replica.vllm_engine.core.lane import is_prompt
+from kvroute.replica.vllm_engine.core.lane import gets_next_token, is_prompt, tokens_within
 from kvroute.replica.vllm_engine.core.priority import is_in_lane
 
 # Key in the extra_args of vLLM's SamplingParams. The value is a _RequestFacts as a plain list.
@@ -61,7 +61,7 @@ class _Planned(NamedTuple):
 
     plan: Any  # vLLM's SchedulerOutput
     began_s: float  # time at which it was planned
-    parts: list[ComputedPart]  # what it computes of prompts
+    parts: list[ComputedPart]  # the parts of prompts that the step computes
 
 
 class StepLimits:
@@ -93,12 +93,9 @@ class StepLimits:
             computed: the request's tokens that are computed, or were found in the cache.
             tokens: the tokens that vLLM would give to the request.
         """
-        if request.status == RequestStatus.RUNNING and not is_prompt(request, computed):
+        if gets_next_token(request, computed):
             return tokens
-        if self._scheduler.need_mamba_block_aligned_split:  # such models compute whole blocks
-            allowed = tokens if self._left > 0 else 0
-        else:
-            allowed = min(tokens, max(0, self._left))
+        allowed = tokens_within(self._left, tokens, self._scheduler)
         self._left -= allowed
         self._parts[request.request_id] = ComputedPart(computed, computed + allowed)
         return allowed

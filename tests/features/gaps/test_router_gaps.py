@@ -5,7 +5,8 @@ from typing import Any, cast
 import pytest
 
 from kvroute.contract.generation import NO_TOKENS, GenerateRequest
-from kvroute.features.gaps.router_gaps import HEADER, RouterGaps
+from kvroute.features.gaps import HEADER
+from kvroute.features.gaps.router_gaps import RouterGaps
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import Attempt
