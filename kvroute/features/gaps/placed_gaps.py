@@ -10,7 +10,7 @@ from kvroute.features.placing_feature import PlacingFeature
 from kvroute.router.placement.policy import Candidate, PromptFacts, Term
 
 # The cost of a prompt on a replica that runs as many requests as others, as a share of the time to
-# compute it. In replays, twice this share gains no more, and half of it less with agents.
+# compute it. It was chosen in replays of conversations and agents.
 WEIGHT = 0.5
 
 
