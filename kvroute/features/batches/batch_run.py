@@ -238,18 +238,18 @@ class BatchRun:
         If the batch has to end, the task is cancelled.
         """
         try:
-            while True:
+            while not working.done():
                 if self._environment.files.clock.now_s() >= self.record.expires_at:
                     return "expired"
                 if await self._state.is_cancelled():
                     return "cancelled"
                 if not self._environment.may_run(self.record):
                     return "refused"
-                done, _ = await asyncio.wait({working}, timeout=REPORT_S)
-                if done:
-                    working.result()
-                    return "done"
-                await self._report()
+                await asyncio.wait({working}, timeout=REPORT_S)
+                if not working.done():
+                    await self._report()
+            working.result()
+            return "done"
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
