@@ -20,7 +20,10 @@ def test_each_knows_what_the_others_requests_have_cached_and_goes_on_alone(redis
                 replica = answered_by(first, "from the first process")
                 wait_until_expected(second, "from the first process", on=replica)
                 wait_until_expected(first, "from the first process", on=replica)
-                assert publishers(second) == [first.process.pid] * 2
+                # One process for each server: on a busy machine the second may have taken one over.
+                both = {first.process.pid, second.process.pid}
+                assert len(publishers(second)) == 2
+                assert both.issuperset(publishers(second))
                 first.process.kill()
                 wait_until(lambda: publishers(second) == [second.process.pid] * 2)
                 wait_until_expected(second, "from the first process", on=replica)
