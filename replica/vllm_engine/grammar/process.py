@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,9 @@ MAX_TEXT = 2000
 # Number of tokens of a test answer. For each token, the mask is computed: which tokens the grammar
 # allows next.
 TRIED_STEPS = 16
-# Limit on the CPU seconds for each of these masks. In the engine, all streams wait for each mask.
+# Limit on the CPU seconds for each of these masks, and for all of them in the mean. In the engine,
+# all streams wait for each mask. A mask that takes longer is computed again, since on a busy machine
+# it can take long once.
 STEP_S = 0.025
 
 # Schemas that are compiled before the first fork, to load the backends that compile grammars:
@@ -214,31 +217,48 @@ class Compiler:
         grammar = structured.grammar
         if isinstance(grammar, Exception):
             raise grammar
-        self._try(grammar)
+        assert self._manager.backend is not None
+        try_out(grammar, self._manager.backend.allocate_token_bitmask(1))
         return str(outputs._backend)
 
-    def _try(self, grammar: Any) -> None:
-        """Generate a test answer, and compute the mask before each token as the engine does.
 
-        Raises:
-            SlowStepError: A mask takes too long.
-            ValueError: The grammar allows no answer, or an answer cannot go on. The engine would
-                fail with this grammar.
-        """
-        backend = self._manager.backend
-        assert backend is not None
-        mask = backend.allocate_token_bitmask(1)
-        for step in range(TRIED_STEPS):
-            before_s = time.thread_time()
-            grammar.fill_bitmask(mask, 0)
-            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
-            allowed = bits.nonzero()[0]
-            if not len(allowed) and not grammar.is_terminated():
-                raise ValueError(NO_ANSWER if step == 0 else NO_NEXT_TOKEN)
-            if len(allowed) and not grammar.is_terminated():
-                token = int(allowed[len(allowed) * step // TRIED_STEPS])
-                grammar.accept_tokens("grammar", [token])
-            if time.thread_time() - before_s > STEP_S:
-                raise SlowStepError
-            if not len(allowed) or grammar.is_terminated():
-                return
+def try_out(grammar: Any, mask: Any) -> None:
+    """Generate a test answer, and compute the mask before each token as the engine does.
+
+    Args:
+        grammar: A compiled grammar of vLLM.
+        mask: A tensor of int32 of the shape (1, words), which gets the masks.
+
+    Raises:
+        SlowStepError: A mask takes too long.
+        ValueError: The grammar allows no answer, or an answer cannot go on. The engine would fail
+            with this grammar.
+    """
+
+    def fill() -> None:
+        grammar.fill_bitmask(mask, 0)
+
+    total_s = 0.0
+    for step in range(TRIED_STEPS):
+        first_s = _cpu_s_of(fill)
+        mask_s = first_s if first_s <= STEP_S else min(first_s, _cpu_s_of(fill))
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+        allowed = bits.nonzero()[0]
+        if not len(allowed) and not grammar.is_terminated():
+            raise ValueError(NO_ANSWER if step == 0 else NO_NEXT_TOKEN)
+        accept_s = 0.0
+        if len(allowed) and not grammar.is_terminated():
+            tokens = [int(allowed[len(allowed) * step // TRIED_STEPS])]
+            accept_s = _cpu_s_of(partial(grammar.accept_tokens, "grammar", tokens))
+        total_s += first_s + accept_s
+        if mask_s + accept_s > STEP_S or total_s > TRIED_STEPS * STEP_S:
+            raise SlowStepError
+        if not len(allowed) or grammar.is_terminated():
+            return
+
+
+def _cpu_s_of(call: Callable[[], object]) -> float:
+    """Return the CPU seconds that this thread takes for a call."""
+    before_s = time.thread_time()
+    call()
+    return time.thread_time() - before_s
