@@ -90,7 +90,7 @@ lint: $(DEV) ## Formatting, lint and types
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean environment, runs kvroute there
+wheel-check: $(READY) ## Builds the wheel, installs it in a clean environment, runs kvroute there
 	@scripts/check_wheel.sh $(ARGS)
 
 release: $(DEV) ## All files of a release, in dist/, after all tests; publishes nothing. ARGS=--try without tests

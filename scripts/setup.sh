@@ -5,12 +5,12 @@
 # .venv/ready-dev has the same meaning for dev.lock.
 set -eEuo pipefail
 cd "$(dirname "$0")/.."
+. scripts/common.sh
 
 profile=$1
 locks=("requirements/$profile.lock" ${2:+"requirements/$2.lock"})
 ready=.venv/ready-$profile
 log=.venv/setup.log
-torch_cpu_index=https://download.pytorch.org/whl/cpu
 stages=4 # of `stage`, below
 progress_step=25 # without a terminal, a line is printed for so many packages
 
@@ -72,9 +72,9 @@ install_everything() {
 
 count_packages() { cat "${locks[@]}" | grep -c '^[a-z]'; }
 
-# PyPI has torch for CUDA only. The CPU build may be on an index, or in a folder, of yours.
 install_torch_cpu() {
     local torch=requirements/torch-cpu.txt
+    # The first one finds it on an index, or in a folder, of yours.
     install -r $torch || install --index-url "$torch_cpu_index" -r $torch
 }
 

@@ -53,10 +53,10 @@ def main(
     elif only_modules:
         typer.echo(modules(_last(chosen)), nl=False)
     elif only_table:
-        _report(chosen, write=write)
+        raise typer.Exit(_report(chosen, write=write))
     else:
         is_interrupted = _run(chosen, again=again)
-        worst = _report(chosen, write=write)
+        worst = _report(chosen, write=write and not is_interrupted)
         raise typer.Exit(INTERRUPTED if is_interrupted else worst)
 
 
@@ -82,9 +82,7 @@ def _run(names: list[str], *, again: bool) -> bool:
 
 def _has_passed(result: Result | None, part: Part, now: Revision) -> bool:
     """Return whether the part passed with these files, so that it need not run again."""
-    if result is None or result.state != "passed":
-        return False
-    return now.is_clean and result.revision.is_clean and _holds(result, part, now)
+    return result is not None and result.is_final and now.is_clean and _holds(result, part, now)
 
 
 def _holds(result: Result, part: Part, now: Revision) -> bool:
@@ -102,7 +100,10 @@ def _last(names: list[str]) -> dict[str, Result]:
 
 
 def _report(names: list[str], *, write: bool) -> int:
-    """Print the table of this commit's results; return the worst exit code."""
+    """Print the table of this commit's results; return the worst exit code.
+
+    With `write`, the table is also written to docs/tests.md, if all parts have passed.
+    """
     now = revision()
     results = {
         name: result for name, result in _last(names).items() if _holds(result, PARTS[name], now)
@@ -116,10 +117,12 @@ def _report(names: list[str], *, write: bool) -> int:
         typer.echo(f"not run at this commit: {', '.join(missing)}")
     worst = max((result.exit_code for result in results.values()), default=0)
     if write:
-        is_complete = results.keys() == PARTS.keys() and not worst
-        if not is_complete or not all(result.revision.is_clean for result in results.values()):
-            raise typer.BadParameter("only results of all parts at one commit can be written")
-        write_page(text)
+        has_all = results.keys() == PARTS.keys()
+        if has_all and all(result.is_final for result in results.values()):
+            write_page(text)
+        else:
+            typer.echo("not written to docs/tests.md, since not all parts have passed at a commit")
+            return worst or 1
     return worst
 
 

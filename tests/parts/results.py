@@ -2,7 +2,7 @@
 
 import subprocess
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float | None  # None: it cannot be measured here
     modules: dict[str, Counts] = {}  # none if the part has no tests for pytest
     why_skipped: str = ""  # the reason if the whole part cannot run
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether the part has passed, with the files of a commit."""
+        return self.state == "passed" and self.revision.is_clean
 
     def tests(self) -> dict[str, str]:
         """Return what came of each test, by its id."""
@@ -89,7 +94,7 @@ def save(part: str, result: Result) -> None:
 
 
 def table(results: Mapping[str, Result], commit: str) -> str:
-    """Return a table in Markdown, with the reasons of skipped tests below it.
+    """Return a table in Markdown, with one of the skipped tests below it.
 
     A result of another commit than this one is marked.
     """
@@ -100,7 +105,7 @@ def table(results: Mapping[str, Result], commit: str) -> str:
     wall_s = sum(result.wall_s for result in results.values())
     numbers = (len(tests), counts["passed"], counts["failed"], counts["skipped"])
     rows.append(_cells("all", "", *numbers, f"{wall_s / 60:.1f}", f"{cpu_s:.0f}"))
-    return HEAD + "".join(rows) + _list(_skipped(results))
+    return HEAD + "".join(rows) + _skipped(results)
 
 
 def _row(part: str, result: Result, commit: str) -> str:
@@ -121,24 +126,22 @@ def _cells(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def _skipped(results: Mapping[str, Result]) -> Iterable[str]:
-    """Yield a line for each part with skipped tests."""
+def _skipped(results: Mapping[str, Result]) -> str:
+    """Return a table with a row for each part with skipped tests."""
+    rows = ""
     for part, result in results.items():
         reasons = [f"{count}: {_short(why)}" for why, count in result.reasons().items()]
         if result.why_skipped:
             reasons.append(_short(result.why_skipped))
         if reasons:
-            yield f"{part}: {'; '.join(reasons)}"
+            rows += _cells(part, "; ".join(reasons))
+    return f"\n| part | skipped tests, and why |\n|---|---|\n{rows}" if rows else ""
 
 
 def _short(reason: str) -> str:
-    """Return the reason's first line, shortened."""
-    return next(iter(reason.splitlines()), "")[:REASON_WIDTH]
-
-
-def _list(lines: Iterable[str]) -> str:
-    found = "".join(f"- {line}\n" for line in lines)
-    return f"\nSkipped:\n\n{found}" if found else ""
+    """Return the reason's first line, shortened, for a cell of a table in Markdown."""
+    line = next(iter(reason.splitlines()), "")[:REASON_WIDTH]
+    return "".join(f"\\{each}" if each in "|<[`*_" else each for each in line)
 
 
 def write_page(text: str) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import typer
 from msgspec.json import encode
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tests.parts import __main__ as command
@@ -149,6 +150,29 @@ def test_a_run_ends_with_a_table_of_the_parts_at_this_commit(
     assert "| 1 | passed |" in make(folder, "--table")[2]
 
 
+def test_only_a_table_in_which_all_parts_have_passed_is_written(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    page = folder / "tests.md"
+    page.write_text(f"Before.\n\n{results.HEADING}\nThe old table.\n")
+    monkeypatch.setattr(results, "PAGE", page)
+    list_parts(monkeypatch, folder, codes="00")
+    skipped = Result(revision=CLEAN, state="skipped", exit_code=0, wall_s=0.0, cpu_s=None)
+    for incomplete in ("not run", "skipped", "with changes"):
+        make(folder, "0")
+        if incomplete == "skipped":
+            results.save("1", skipped)
+        elif incomplete == "with changes":
+            results.save("1", replace(skipped, revision=CHANGED, state="passed"))
+        code, _, output = make(folder, "--table", "--write")
+        assert (code, "not written" in output) == (1, True), incomplete
+        assert "The old table." in page.read_text()
+    assert make(folder, "--write")[:2] == (0, "1")
+    assert page.read_text().startswith("Before.\n\n")
+    assert "| 1 | passed |" in page.read_text()
+    assert "The old table." not in page.read_text()
+
+
 def test_tests_are_counted_by_module_with_the_reasons_of_skipped_ones(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -169,7 +193,7 @@ def test_tests_are_counted_by_module_with_the_reasons_of_skipped_ones(
     results.save("counted", result)
     text = results.table({"counted": results.load("counted") or result}, CLEAN.commit)
     assert "| counted | failed | 4 | 1 | 2 | 1 |" in text
-    assert "- counted: 1: no GPU" in text
+    assert "| counted | 1: no GPU |" in text
 
 
 def test_a_part_whose_tests_are_all_skipped_is_skipped(folder: Path) -> None:
@@ -181,7 +205,7 @@ def test_a_part_whose_tests_are_all_skipped_is_skipped(folder: Path) -> None:
     )
     result = running.run("skipped", part(program))
     assert (result.state, result.exit_code) == ("skipped", 0)
-    assert "- skipped: 1: needs root" in results.table({"skipped": result}, CLEAN.commit)
+    assert "| skipped | 1: needs root |" in results.table({"skipped": result}, CLEAN.commit)
 
 
 def test_a_part_that_ends_leaves_no_process(folder: Path) -> None:
