@@ -2,9 +2,9 @@
 
 A replica then computes a common beginning once, and answers all lines that have it while it is in
 the cache. If the prompts of a batch need several times the fleet's cache, this saves most of the
-computing. An example from simulation: a batch has 200 documents with 10 questions each, and 4
-replicas have caches for 10% of the documents. In shuffled order, they compute 8.6 times as many
-tokens as in sorted order.
+computing. An example from simulation: a batch has 200 documents with 10 questions each, and the
+caches of 4 replicas together hold 10% of the documents. In shuffled order, they compute 8.6 times
+as many tokens as in sorted order.
 
 Sorting the texts of prompts is nearly as good as sorting their tokens, and needs no tokenizer.
 """
@@ -35,7 +35,10 @@ Entry = tuple[bytes, int]  # a line's key, and its index
 
 
 class Sorter:
-    """Sorts the lines of a batch by the text of their prompts, on disk if they are many."""
+    """Sorts the lines of a batch by the text of their prompts.
+
+    It uses temporary files if the keys exceed `memory_bytes`.
+    """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES, folder: Path | None = None) -> None:
         """Create a sorter.
@@ -84,7 +87,7 @@ class Sorter:
 
 
 def sort_key(line: BatchLine) -> bytes:
-    """Return the text by which a line is sorted: the parts of its prompt, in their order."""
+    """Return the line's sort key: its URL and the prompt's fields in the order of FIELDS."""
     parts = [line.body.get(field) for field in FIELDS]
     return msgspec.json.encode([line.url, *map(_without_names, parts)])
 

@@ -9,9 +9,10 @@ from msgspec import Meta, Struct
 from kvroute.blocks.fingerprint import Fingerprint
 
 NO_BLOCK = Fingerprint(0)  # in place of a block that does not exist
-SESSION_BITS = 63  # size of a session's number, in bits
-MAX_TURNS = 1_000_000  # highest number of a conversation's turn; later turns also get this number
+SESSION_BITS = 63  # bits of the number that identifies a session
+MAX_TURNS = 1_000_000  # highest number of a turn; later turns also get this number
 
+# Identifies a session: a hash of the client's session id, or a random number if there is none.
 Session = Annotated[int, Meta(ge=0, le=2**SESSION_BITS - 1)]
 Block = Annotated[Fingerprint, Meta(ge=0)]
 
@@ -29,11 +30,11 @@ class Order(IntEnum):
     """The order of eviction: blocks with a smaller value are evicted first."""
 
     ENDED = 0  # blocks of a session that the client has ended
-    UNLIKELY = 1  # blocks of a conversation that will probably not continue
+    UNLIKELY = 1  # blocks of a session that will probably not continue
     USUAL = 2  # all other blocks
 
 
-# Words for the order in which blocks were evicted, by Order.
+# Name of each Order in metrics and receipts.
 EVICTION_REASONS = tuple(order.name.lower() for order in Order)
 
 
@@ -45,13 +46,15 @@ class RetentionHint(Struct, frozen=True, array_like=True):
 
 
 class SessionTurn(NamedTuple):
-    """The place of a prompt in its conversation."""
+    """The place of a prompt in its session."""
 
     end: Block  # the prompt's last block that later prompts can reuse; NO_BLOCK: it has none
     session: Session
-    number: Annotated[int, Meta(ge=1, le=MAX_TURNS)]  # position in the conversation, from 1
-    before: Block = NO_BLOCK  # `end` of the previous turn
+    # Position among the turns that continue each other, from 1. A session of an agent can have
+    # several such sequences of turns.
+    number: Annotated[int, Meta(ge=1, le=MAX_TURNS)]
+    before: Block = NO_BLOCK  # `end` of the turn that this one continues
     is_named: bool = False  # whether the client sent an id of the session
-    is_last: bool = False  # whether the client declared that the conversation ends with this turn
+    is_last: bool = False  # whether the client declared that the session ends with this turn
     has_tools: bool = False  # whether the model may call tools
     tenant: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # number of the tenant; 0: no tenant

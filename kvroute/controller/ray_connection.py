@@ -28,7 +28,7 @@ def connected(ray_address: str) -> Iterator[None]:
     except ModuleNotFoundError:
         raise UnreachableError(
             "Ray is not installed; run `pip install 'kvroute[cluster]'` to control a cluster; "
-            "kvroute attach has none"
+            "`kvroute attach` runs without Ray, so there is nothing to control"
         ) from None
 
     from kvroute.process.ray_internals import own_ray_address, stay_on_loopback, use_auth_token

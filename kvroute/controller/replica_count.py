@@ -65,15 +65,22 @@ def scale(
 
 
 def _scaled(model: str | None, *, is_attached: bool) -> str:
-    """Return the deployment to scale; beside attached servers, that of kvroute's own replicas."""
+    """Return the name of the deployment to scale.
+
+    With attached servers, it is the deployment of kvroute's own replicas.
+
+    Raises:
+        ScaleError: All replicas are attached servers.
+    """
     try:
         _deployed(OWN_REPLICAS)
     except LookupError:
         if is_attached:
             raise ScaleError(
-                "all replicas are attached servers, each of which has one; to add or remove "
-                "servers, change the file of --attach-file, or restart with other addresses; to "
-                "scale kvroute's own replicas beside them, restart with --own-replicas"
+                "all replicas are attached servers, so their number cannot be set; to add or "
+                "remove servers, change the file of --attach-file, or restart with other "
+                "addresses; to scale kvroute's own replicas beside them, restart with "
+                "--own-replicas"
             ) from None
         return deployment(model)
     return OWN_REPLICAS
@@ -96,8 +103,9 @@ def check_resources(replicas: int, deployed: ReplicaCounts, free: Mapping[str, f
         maximum = running + int(free.get(name, 0.0) // amount) if amount else replicas
         if replicas > maximum:
             raise ScaleError(
-                f"not enough {name} for {replicas} replicas of {amount:g}: {running} run, and "
-                f"{free.get(name, 0.0):g} {name} is free, so {maximum} fit; add a machine for more"
+                f"{replicas} replicas need {amount:g} {name} each: {running} run and "
+                f"{free.get(name, 0.0):g} {name} are free, so at most {maximum} fit; add a machine "
+                "for more"
             )
 
 
@@ -121,8 +129,8 @@ def _wait(replicas: int, name: str, progress: StartProgress) -> None:
         deployed = _deployed(name)
         if deployed.target != replicas:
             raise ScaleError(
-                f"another user has changed the target to {deployed.target}, where it stays; to "
-                "change it again, repeat the command"
+                f"another user has set the number to {deployed.target}, and this command has "
+                f"stopped; run it again to set {replicas}"
             )
         if (line := describe(deployed)) != shown:
             progress.step(line)

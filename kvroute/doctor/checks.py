@@ -58,9 +58,9 @@ def blamed(requests: Sequence[Facts]) -> Check:
         return Check("requests", "ok", "no request has stopped a replica lately")
     last = min(requests, key=lambda request: float(request["age_s"]))
     finding = (
-        f"{len(requests)} different requests for {last['model']} are refused for some minutes; "
+        f"{len(requests)} different requests are refused for some minutes; the latest, for "
+        f"{last['model']}, has been refused for {last['age_s']:.0f} s: {last['why']}"
     )
-    finding += f"the latest has been refused for {last['age_s']:.0f} s: {last['why']}"
     remedy = "the router's log has the request's id; its client should send a smaller request"
     return Check("requests", "warning", finding, remedy)
 
@@ -129,7 +129,10 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
         finding = (
             f"the lease of replica {replica_id} ends in {remaining_s:.1f} s: its renewal is late"
         )
-        remedy = "give the replica or Redis more CPU; a lost replica disappears here in seconds"
+        remedy = (
+            "give the replica or Redis more CPU; if the replica is lost, this warning ends within "
+            "seconds"
+        )
         yield Check("leases", "warning", finding, remedy)
     if not missing and not late:
         shortest = f" for {min(left_s.values()):.1f} s or more" if left_s else ""
@@ -250,7 +253,9 @@ def access(facts: Facts) -> Check:
     """Check who can use the cluster.
 
     Args:
-        facts: `host` is None if Serve's controller has not answered.
+        facts: `host`, the endpoint's address, which is None if Serve's controller has not answered;
+            `has_keys`, whether requests need API keys; `problem`, why the latest change of the key
+            file cannot be used, which is empty if it can.
     """
     host, problem = facts["host"], facts["problem"]
     if problem:

@@ -11,7 +11,7 @@ _PEM_END = "-----END CERTIFICATE-----"
 
 
 class TlsEnd(NamedTuple):
-    """What one end of a connection needs for TLS."""
+    """The TLS context of one end of a connection, and its certificate's digest."""
 
     context: ssl.SSLContext
     digest: bytes  # SHA-256 of this end's certificate
@@ -46,7 +46,7 @@ def end_of_files(cert: str, key: str, ca: str, role: Role) -> TlsEnd:
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Let two contexts of this process make a handshake. Raises ssl.SSLError if one refuses."""
+    """Check two contexts by a handshake in memory. Raises ssl.SSLError if one refuses."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server, server_side=False),

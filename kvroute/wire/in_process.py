@@ -9,14 +9,14 @@ IN_PROCESS = "in-process"  # the host of addresses that only this process can us
 Accept = Callable[[], asyncio.Protocol]  # makes the server's end of a new connection
 
 _numbers = count(1)
-_listeners: dict[int, "Listener"] = {}  # port -> who listens
+_listeners: dict[int, "Listener"] = {}  # port -> listener
 
 
 class Listener:
     """A server that this process can connect to.
 
     Attributes:
-        port: Its number, which tells it from other such servers of this process.
+        port: Number of this server, unique in this process.
     """
 
     def __init__(self, accept: Accept) -> None:
@@ -42,9 +42,10 @@ def connect_here(client: asyncio.Protocol, port: int) -> None:
 
 
 class Pipe(asyncio.Transport):
-    """The transport of one end. The other end receives in the next iteration of the event loop.
+    """The transport of one end of a connection.
 
-    What is written waits for one iteration only, so that writing never has to be paused.
+    The other end receives the data in the next iteration of the event loop. So data waits for one
+    iteration only, and writing never has to be paused.
     """
 
     other: "Pipe"

@@ -1,4 +1,7 @@
-"""OpenAI's HTTP routes, and /v1/route, which explains where a prompt would be sent."""
+"""The HTTP routes that replicas answer, /v1/models, and /v1/route.
+
+/v1/route explains where a prompt would be sent.
+"""
 
 import logging
 import time
@@ -77,7 +80,7 @@ class AnsweredRoute:
         every_s = 0.0 if INTERNAL_CALLER in scope else keep_alive_s(request)
         signs = SignsOfLife(send, every_s)
         try:
-            # The stack keeps what features use until the request has ended.
+            # Objects that features need until the end of the request are closed with this stack.
             with at_gate(request) as entry, ExitStack() as request.state.kept:
                 request.state.entry = entry
                 try:
@@ -225,7 +228,7 @@ async def answer(
     """Return the response to one call.
 
     Args:
-        entry: the request at the gate, which counts what it uses.
+        entry: the request's entry in the accounting (features/gate.py).
         id_: the request's id.
         is_first: whether it is the first call of its body. Later calls have no wait limit.
         signs: sends signs of life to the client of a stream; None: none are sent.

@@ -46,10 +46,11 @@ class Boundaries:
     """
 
     def __init__(self, layout: Layout, block_size: int) -> None:
-        self.step = _blocks(layout.hit_tokens, block_size)  # every boundary is a multiple of it
         self._groups = [
             _GroupBlocks(number, group, block_size) for number, group in enumerate(layout.groups)
         ]
+        # Every boundary is a multiple of this number of blocks.
+        self.step = _blocks("hits in steps", layout.hit_tokens, block_size)
 
     def usable(self, length: int) -> int:
         """Return the last boundary at `length` or before it."""
@@ -69,8 +70,8 @@ class Boundaries:
     ) -> Iterator[tuple[int, int]]:
         """Yield the longest hits of the replicas, the longest of all first.
 
-        Each item is a bit mask of replicas, and the boundary where the longest hit of each of them
-        ends. Replicas without a hit are left out.
+        Each item has a bit mask of replicas and a boundary: the longest hit of each of these
+        replicas ends there. Replicas without a hit are left out.
         """
         lookups = [_lookup(group, chain, holders) for group in self._groups]
         end = self.usable(len(chain))
@@ -100,7 +101,7 @@ class Boundaries:
     def known_blocks(
         self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]
     ) -> int:
-        """Return the last boundary where a block of some replica's first group ends or once ended.
+        """Return the last boundary whose block of the first group any replica has or had cached.
 
         Args:
             is_known: returns whether any replica has or had a block.
@@ -116,7 +117,8 @@ def boundaries_of(layout: Layout, block_size: int) -> Boundaries:
     """Return the boundaries of a layout; equal layouts share one object.
 
     Raises:
-        UnknownLayoutError: the layout has a kind of attention that kvroute does not know.
+        UnknownLayoutError: the layout has a kind of attention or a block size that kvroute does not
+            support.
     """
     return Boundaries(layout, block_size)
 
@@ -127,7 +129,7 @@ class _GroupBlocks:
     def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
         self._number = number
         self._is_sparse = group.kind in STATE | WINDOW  # the engine keeps only some of the blocks
-        self.size = _blocks(group.block_tokens, block_size)  # size of a block of this group
+        self.size = _blocks("blocks", group.block_tokens, block_size)  # size of this group's blocks
         self.needs_all = group.kind in FULL  # a hit needs all blocks before its end
         self.start = _start(group, block_size)
 
@@ -226,7 +228,7 @@ class _PrefixLookup(_Lookup):
             able.append(able[-1] & self._held(len(able) * size))
         last = min(blocks, len(able) - 1)
         if not able[last] & replicas:
-            # The first number of leading blocks that none of the replicas has completely.
+            # The smallest n such that none of `replicas` has all of the first n blocks.
             missing = bisect_left(able, True, hi=last, key=lambda holders: not holders & replicas)
             return 0, missing * size
         return able[last] & (self._held(end) if rest else ALL), end
@@ -236,10 +238,18 @@ def _lookup(group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders)
     return (_PrefixLookup if group.needs_all else _Lookup)(group, chain, holders)
 
 
-def _blocks(tokens: int, block_size: int) -> int:
+def _blocks(quantity: str, tokens: int, block_size: int) -> int:
+    """Convert a number of tokens to blocks.
+
+    Args:
+        quantity: what the engine's cache has of this size, for the error message.
+
+    Raises:
+        UnknownLayoutError: the number is not a multiple of the block size.
+    """
     if tokens % block_size:
         raise UnknownLayoutError(
-            f"the engine's cache has blocks of {tokens} tokens, which is not a multiple of "
+            f"the engine's cache has {quantity} of {tokens} tokens, which is not a multiple of "
             f"--block-size {block_size}; restart with a --block-size that divides {tokens}"
         )
     return tokens // block_size

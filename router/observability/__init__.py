@@ -1,1 +1,1 @@
-"""What a router reports: metrics, traces and request logs."""
+"""Metrics, traces and request logs of a router."""

@@ -21,7 +21,8 @@ from kvroute.router.prompts.special_tokens import SpecialTokens
 
 # Fields of a chat's body whose text can be in the prompt.
 CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
-RESPONSE = (*CHAT, "input", "instructions", "previous_input_messages")  # the same of a response
+# Fields of a Responses body whose text can be in the prompt.
+RESPONSE = (*CHAT, "input", "instructions", "previous_input_messages")
 # Route -> fields of its bodies whose text can be in the prompt.
 FIELDS = {
     CHAT_COMPLETIONS: CHAT,
@@ -32,12 +33,12 @@ FIELDS = {
     f"{RESPONSES}/input_tokens": RESPONSE,
     COMPLETIONS: (),
 }
-OTHER_FIELDS = ("messages",)  # these fields on all other routes
+OTHER_FIELDS = ("messages",)  # fields that are searched on all other routes
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Characters that are counted to estimate the number of values in a JSON text.
 VALUE_MARKS = ",[{"
-# Such characters inside of JSON strings are not counted. But if a text has at most this many of
-# them in all, the strings are not searched, which saves time.
+# If a text has more than this many VALUE_MARKS, those inside JSON strings are removed before
+# counting. Below, they are counted too, which saves time.
 CHEAP_MARKS = 1000
 STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)  # a string in JSON
 # Members of a tool's schema whose text the model has to repeat exactly.
@@ -61,7 +62,8 @@ class Escape:
 
         Raises:
             ApiError: 400: a role could become part of a special token, values are nested too deep,
-                or the body is not valid JSON for the parser that is used here.
+                the arguments of tool calls have too many values, or the body is not valid JSON for
+                the parser that is used here.
         """
         names = FIELDS.get(call.path, OTHER_FIELDS)
         for name in names:
@@ -71,7 +73,8 @@ class Escape:
         try:
             fields = members(call.raw)
             given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
-        except (ValueError, *DECODE_ERRORS):  # what a feature has stored may be corrupt
+        except (ValueError, *DECODE_ERRORS):
+            # Stored data that a feature has added to the body may be corrupt.
             raise invalid(
                 None, "the body is not valid JSON, so special tokens cannot be escaped"
             ) from None
@@ -132,10 +135,10 @@ class _Values:
         return [*self._value(before), self._unfinished(last)]
 
     def _unfinished(self, answer: Mapping[str, Any]) -> Any:
-        """Return the answer at the end of a chat, which the model may continue, with tokens broken.
+        """Break the special tokens in the assistant's message at the end of a chat.
 
-        No text of the client follows the answer. So it may end with the first characters of a
-        special token, such as "<".
+        The model may continue this message. No text of the client follows it. So it may end with
+        the first characters of a special token, such as "<".
         """
         content = answer["content"]
         rest = self._value({k: v for k, v in answer.items() if k != "content"})
@@ -171,8 +174,8 @@ class _Values:
     def _exact(self, value: Any) -> Any:
         """Return a value that the model has to repeat, without special tokens.
 
-        A string may end with the first characters of a special token. An object is not such a
-        value: it is the schema of a property that is named like one of the members in EXACT.
+        A string may end with the first characters of a special token. An object is handled as a
+        schema: here `enum`, `const` or `default` is the name of a property.
         """
         if isinstance(value, str):
             return self._tokens.text(value, is_followed=False)

@@ -1,8 +1,9 @@
-"""The stages of a request. RequestHandler calls them one after the other.
+"""The stages of a request, and who calls them.
 
 stage      module                    what it does
 parse      endpoints/openai_routes   reads the body into a Call, the headers into a RequestContext
-expand     serving/assembly          adds what features have stored for the call, and the opening
+expand     serving/assembly          adds what features have stored for the call, and tokens that a
+                                     feature puts before the prompts
 render     serving/rendering         turns the prompts into token ids, here or in a replica
 dispatch   dispatch/dispatcher       for each prompt: place, admit and send, until a replica answers
 place      placement/fleet           ranks the replicas
@@ -10,8 +11,9 @@ admit      dispatch/admission        checks limits, features and queue; a prompt
                                      placed again
 send       connections/links         finds the connection to the replica, and sends the request
 
-The route parses a call before it calls RequestHandler. The module that makes the response,
-serving/responding, starts the dispatch of each prompt.
+The route parses a call before it calls RequestHandler, which expands and renders it. The module
+that makes the response, serving/responding, starts the dispatch of each prompt. The dispatcher
+calls place, admit and send.
 """
 
 import time
@@ -44,7 +46,7 @@ from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Ren
 from kvroute.router.serving.responding import written
 from kvroute.router.sessions.breaks import Break
 
-# Generates the response to a call of which the core knows no prompt.
+# Generates the response to a call whose prompt the core cannot read, such as a recording.
 Generating = Callable[[Call, RequestContext, Parts], Awaitable[Response]]
 
 
@@ -70,7 +72,8 @@ class RequestHandler:
         """Return the response to a call that a replica's HTTP application answers.
 
         Args:
-            generate: generates the response; None: the stages above do.
+            generate: generates the response. None: `_generate` generates it, or `forward` does if
+                the route does not use the KV cache.
 
         Raises:
             ApiError: the call cannot be answered.
@@ -90,7 +93,7 @@ class RequestHandler:
         return response
 
     async def _generate(self, call: Call, context: RequestContext) -> Response:
-        """Answer a call for which replicas generate tokens, by calling the stages in order."""
+        """Answer a call for which replicas generate tokens: expand, render and dispatch it."""
         parts = self._parts
         parts.holding.check(context.urgency)
         expanded = await parts.expand(call)
@@ -140,7 +143,7 @@ class RequestHandler:
         await self._renderer.render(expanded.call, expanded.opening)
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
-        """Return the completion call whose response has the scores of a request.
+        """Return the call of /v1/completions from whose response the scores are computed.
 
         Args:
             scoring: the request.
@@ -181,7 +184,11 @@ class RequestHandler:
         expanded: Expanded,
         rendered: RenderedCall,
     ) -> Generation:
-        """Start a prompt. At its first token, update the opening, the gate and images."""
+        """Start a prompt, and record the replica of its image.
+
+        At the prompt's first token, inform the feature of the opening, the features that follow
+        first tokens, and the gate.
+        """
         generation = await start()
         if rendered.image is not None:
             self._image_affinity.record(rendered.image, generation.replica_id)
@@ -199,7 +206,7 @@ class RequestHandler:
 async def scored_prompts(
     scoring: Scoring, tokenizer: Prompts, *, max_model_len: int
 ) -> list[TokenIds]:
-    """Return one prompt per item: the query followed by the item, or the item by the query.
+    """Return one prompt per item: query and item, or item and query.
 
     As in vLLM, the end of a prompt that is too long is cut off.
     """

@@ -24,7 +24,7 @@ def test_more_replicas_than_the_resources_allow_are_refused_with_the_largest_num
     deployed = ReplicaCounts(2, {"RUNNING": 2, "STOPPING": 1}, "", {"CPU": 1, "GPU": 2})
     free = {"CPU": 90.0, "GPU": 3.0}
     check_resources(4, deployed, free)
-    with pytest.raises(ScaleError, match=r"not enough GPU for 5 replicas of 2: 3 run, .* 4 fit"):
+    with pytest.raises(ScaleError, match=r"5 replicas need 2 GPU each: 3 run .* 4 fit"):
         check_resources(5, deployed, free)
 
 

@@ -1,10 +1,11 @@
-"""The gate that API keys close: each request needs a key with the role that its route needs.
+"""Checks the API key of each request: it must have a role that the route accepts.
 
 The file of keys is read again whenever it changes. If it becomes unusable, the keys that were read
 last stay valid.
 
-If an address sends wrong keys repeatedly, the rejections are delayed. Requests with a valid key are
-never delayed.
+The rejection of a wrong key is delayed. For further wrong keys of the same address, the delay is
+each time twice as long, up to LONGEST_WAIT_S. While WAITING rejections are being delayed, others
+are sent at once. Requests with a valid key are never delayed.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Profiles of a replica's speed and cache: named profiles, or a JSON file with the same numbers.
 
-The default `h200-8b` has the rounded results of derived(); the other profiles have exact results.
+The default `h200-8b` has round values near those of derived(); the others have exact results.
 No named profile was measured. docs/measurements.md compares `h100-8b` with a real H100.
 """
 
@@ -28,7 +28,8 @@ ASSUMED = EngineModel()  # its values are the defaults of a profile
 
 # Share of the GPU's dense BF16 peak that prefill is assumed to reach. A prompt alone reached 0.60
 # (Qwen3-32B on two H100) to 0.68 (8B on one). With 0.5, a fleet that computes prompts beside
-# answers is as fast as published (docs/measurements.md, "Published fleets").
+# answers is about as fast as published: 8% off behind round robin in the median, 16% behind llm-d
+# (docs/measurements.md, "Published fleets").
 PEAK_FLOPS_SHARE = 0.5
 STEP_OVERHEAD_S = 1.5e-3  # assumed time of scheduling and kernel launches in a step
 MEMORY_SHARE = 0.9  # share of a GPU's memory for weights and KV cache, as by default in vLLM

@@ -16,7 +16,7 @@ from kvroute.replica.fabric.pull import LinkSpeed, Pull, PullResult
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The facts about its replicas that a router knows at the start."""
+    """What a router knows about its replicas at the start."""
 
     replicas: int  # number of replicas
     kv_tokens: int  # size of each replica's KV cache, in tokens
@@ -37,7 +37,9 @@ class PolicyDecision(NamedTuple):
 
     request: Request
     replica: int
-    order_s: float = 0.0  # added to the request's time of arrival in the replica's queue
+    # Seconds added to the time at which the replica gets the request. The replica admits requests
+    # in the order of the sum.
+    order_s: float = 0.0
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
     keep: RetentionHint | None = None  # retention hint for the request's blocks
     is_batch: bool = False  # whether the request gives way to others in the replica
@@ -54,7 +56,8 @@ class LoadReport(NamedTuple):
 class Policy(Protocol):
     """A routing policy in one router: its decisions, and the events that it learns from."""
 
-    report_s: float  # seconds between two reports of each replica; infinite: it uses no reports
+    # Seconds between two reports of each replica; infinite: the policy uses no reports.
+    report_s: float
     report_age_s: float  # age of a report in seconds when it reaches the router
 
     def on_arrival(self, request: Request, now_s: float) -> None:

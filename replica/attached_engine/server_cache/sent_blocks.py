@@ -29,7 +29,10 @@ class SentBlocks:
 
     @property
     def held(self) -> list[dict[BlockHash, int]]:
-        """Return the blocks of the only group; here a fingerprint is the hash."""
+        """Return the cached blocks of the engine's only KV cache group.
+
+        Fingerprints serve as block hashes.
+        """
         return [{int(fingerprint): 1 for fingerprint in self._blocks}]
 
     def sent(self, chain: Sequence[Fingerprint]) -> list[KVEvent]:

@@ -33,8 +33,8 @@ MAX_TEXT = 2000
 # allows next.
 TRIED_STEPS = 16
 # Limit on the CPU seconds for each of these masks, and for all of them in the mean. In the engine,
-# all streams wait for each mask. A mask that takes longer is computed again, since on a busy machine
-# it can take long once.
+# all streams wait for each mask. A mask that takes longer is computed again, since each can take
+# long once on a busy machine.
 STEP_S = 0.025
 
 # Schemas that are compiled before the first fork, to load the backends that compile grammars:
