@@ -9,9 +9,9 @@ from pathlib import Path
 from tests.support.documents import ROOT, blocks, commands
 
 PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
-# Examples that change the code as it is now. That of engine-hook was a change for an earlier vLLM,
-# and feature names a feature of kvroute as its example.
-EXAMPLES = [page for page in PAGES if page.stem not in ("engine-hook", "feature")]
+# Pages with an example that changes the code as it is now. That of engine-hook was a change for an
+# earlier vLLM. Feature names a feature of kvroute as its example, and release needs none.
+EXAMPLES = [page for page in PAGES if page.stem not in ("engine-hook", "feature", "release")]
 PYTHON = ".venv/bin/python"
 # A line that git shows as the heading of a hunk below it: it is not indented.
 TITLE = re.compile(r"[A-Za-z_$]")
@@ -97,7 +97,12 @@ def write_files(page: Path, folder: Path, *, without: str = "") -> None:
 
 def check(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the page's last command, which checks the change."""
-    return _run(_arguments(_commands(page)[-1]), folder)
+    return _run(_arguments(check_command(page)), folder)
+
+
+def check_command(page: Path) -> str:
+    """Return the page's last command."""
+    return _commands(page)[-1]
 
 
 def lint(page: Path, folder: Path) -> None:

@@ -71,6 +71,7 @@ NOT_HERE = {
     "kvroute tenants": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --model Qwen/Qwen3-8B": GPUS,
     "kvroute serve --model openai/whisper-large-v3-turbo": GPUS,
+    "kvroute serve --model MODEL --replicas 16 --slo-tpot-ms": GPUS,
     "kvroute serve --models": GPUS,
     "kvroute serve --replicas 2 --data-parallel-size": GPUS,
     "kvroute serve --engine-args": GPUS,

@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.contributing import EXAMPLES, PAGES, changes, check_that_it_fits, wrong_headings
+from tests.support.contributing import (
+    EXAMPLES,
+    PAGES,
+    PYTHON,
+    changes,
+    check_command,
+    check_that_it_fits,
+    wrong_headings,
+)
 from tests.support.documents import DOCUMENTS, FENCED, ROOT
 from tests.support.repository import product_modules
 
@@ -28,6 +36,13 @@ def test_the_example_of_a_page_fits_the_code(page: Path) -> None:
 @pytest.mark.parametrize("page", EXAMPLES, ids=[page.stem for page in EXAMPLES])
 def test_an_example_names_the_function_that_it_changes(page: Path) -> None:
     assert wrong_headings(page) == []
+
+
+def test_each_example_changes_files_and_ends_with_a_check() -> None:
+    """Its check is a command of Python, which test_contributing_steps.py runs elsewhere."""
+    for page in EXAMPLES:
+        assert changes(page), page
+        assert check_command(page).startswith(PYTHON), page
 
 
 def test_every_page_is_linked() -> None:

@@ -190,3 +190,9 @@ def test_the_options_of_every_command_that_is_not_run_exist() -> None:
 def test_what_a_step_is_to_show_is_of_a_step() -> None:
     texts = [step.text for path in DOCUMENTS for step in steps(path)]
     assert all(any(text in step for step in texts) for text in SHOWS)
+
+
+def test_no_command_that_starts_a_cluster_is_run_on_the_cluster_of_the_tests() -> None:
+    starts = [text for text in shell_commands() if words(text)[:2] == ["kvroute", "serve"]]
+    assert starts
+    assert [text for text in starts if reason(text) is None] == []
