@@ -42,7 +42,8 @@ class Defaults:
 
 TRACE = Defaults("kvroute", replicas=16)
 EXAMPLE = Defaults("kvroute,llm-d,round-robin", replicas=4, kv_tokens=60_000)
-LOG_POLICIES = EXAMPLE.policies  # the policies for a request log; it has the other defaults
+# The policies for a request log; the log itself gives the other defaults.
+LOG_POLICIES = EXAMPLE.policies
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,8 @@ class ModelledReplicas:
         """Return the profile of each engine. Raises BadParameter if options are wrong."""
         if self.disk_tokens and not self.host_tokens:
             raise typer.BadParameter(
-                "--disk-tokens needs --host-tokens, since disks fill host memory"
+                "--disk-tokens needs --host-tokens, since blocks from disk are read into host "
+                "memory"
             )
         if self.gpus > 1 and self.model_config is None:
             raise typer.BadParameter(

@@ -62,8 +62,8 @@ def drain(
         typer.Option(
             metavar="SECONDS",
             min=1,
-            help="When this machine ends. Spot machines are announced 30 s (Azure, Google Cloud) "
-            "or 120 s (AWS) before.",
+            help="Seconds until this machine ends. Spot machines get 30 s of notice (Azure, "
+            "Google Cloud) or 120 s (AWS).",
         ),
     ] = 100,
 ) -> None:

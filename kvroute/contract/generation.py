@@ -67,9 +67,9 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
         return replace(self, token_ids=token_ids, answered=self.answered + len(delivered))
 
     def using_all_blocks(self) -> "GenerateRequest":
-        """Return the request with another token at the end.
+        """Return the request with one more token at the end.
 
-        An engine never uses the cached block of a prompt's last token. With the other token, it
+        An engine never uses the cached block of a prompt's last token. With the extra token, it
         uses all full blocks of this prompt.
         """
         return replace(self, token_ids=np.append(self.token_ids, np.uint32(0)))

@@ -110,7 +110,7 @@ def deployments(states: Mapping[str, Facts] | None, lost_servers: int = 0) -> It
 
 
 def _only_waits(name: str, replicas: Mapping[str, int], lost_servers: int) -> bool:
-    """Return whether all replicas run but those that wait for a lost server."""
+    """Return whether all replicas run, except those that wait for a lost server."""
     missing = sum(replicas.values()) - replicas.get("RUNNING", 0)
     return kind_of(name) == "replica" and replicas.keys() <= STARTED and missing <= lost_servers
 

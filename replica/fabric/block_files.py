@@ -122,7 +122,7 @@ class BlockFiles:
         Args:
             block: the block.
             row: its row, which must not change meanwhile.
-            appear: called with a function that makes the file appear; may call that or not.
+            appear: gets a function that makes the file appear, and decides whether to call it.
 
         Raises:
             OSError: the file cannot be written, for example because the disk is full.

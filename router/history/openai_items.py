@@ -106,7 +106,10 @@ def _items(item: Any, where: str, rewritten: Rewritten) -> Iterator[Any]:
 
 
 def _message(item: Item, where: str) -> Iterator[Item]:
-    """Yield a message. vLLM reads only the first part of the assistant's, so they are joined."""
+    """Yield a message.
+
+    vLLM reads only the first part of an assistant message, so its parts are joined.
+    """
     content = item.get("content")
     if not isinstance(content, list):
         yield item
@@ -121,7 +124,7 @@ def _message(item: Item, where: str) -> Iterator[Item]:
         joined = _joined(content, "output_text")
         if joined is content and "type" in item:
             yield item
-        elif joined is content:  # without a type, vLLM knows only texts and parts of the user's
+        elif joined is content:  # without a type, vLLM accepts only plain text or a user's parts
             yield {**item, "type": "message"}
         else:
             part = {**joined[0], "annotations": []}
@@ -146,7 +149,7 @@ def _joined(
 ) -> Sequence[Mapping[str, Any]]:
     """Return a list with one part of this type, which has the texts of all parts.
 
-    Return the parts themselves if there is one of this type, or if a part is no text.
+    Return the parts themselves if they are a single part of this type, or if one is not text.
     """
     if len(parts) == 1 and isinstance(parts[0], dict) and parts[0].get("type") == kind:
         return parts

@@ -80,7 +80,7 @@ class Waits(RequestObserver):
         )
         self._token = histogram(
             "time_per_output_token_seconds",
-            "Mean time per token after the first ones, for complete answers with n = 1.",
+            "Mean time per token after the first chunk, for complete answers with n = 1.",
             GAPS_S,
         )
         self._answer = histogram(
@@ -167,7 +167,8 @@ class RequestCounts(RequestObserver):
         }
         self._reusable_tokens = counter(
             "reusable_tokens",
-            "Prompt tokens that the replica with the longest cached prefix had or expected.",
+            "Prompt tokens cached, or about to be cached, on the replica that had the most of "
+            "them.",
         )
         self._output_tokens = counter("output_tokens", "Output tokens.")
         self._spilled = counter(
@@ -238,15 +239,15 @@ class RouterMetrics(RequestObservers):
         )
         gauge(
             "kvroute_busy_seconds",
-            "The fleet's unit of time for placement and queue: the mean remaining prefill of the "
-            "prompt that a replica computes when a request arrives.",
+            "The fleet's unit of time for placement and queue: the mean time until a replica has "
+            "finished the prompt that it is computing when a request arrives.",
             lambda: fleet.loads.scale.busy_s,
         )
         self._readings.labelled_gauge(
             "replica",
             "kvroute_replica_slowness",
-            "A replica's measured prefill time divided by the time that its engine reports, as "
-            "learned from first tokens.",
+            "A replica's measured prefill time divided by the time predicted from its engine's "
+            "reported speed; learned from first tokens.",
             fleet.loads.slowness,
         )
         gauge(

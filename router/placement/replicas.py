@@ -44,7 +44,7 @@ class ReplicaRegistry:
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
-        self._latest: list[ReplicaRecord] = []  # the latest records that were not none at all
+        self._latest: list[ReplicaRecord] = []  # the last records read, when there were any
         # Median of the measured seconds to load a variant; SETUP_S until one is measured.
         self._setup_s = SETUP_S
         self._ranks: dict[str, list[ReplicaRecord]] = {}  # id in Ray Serve -> records of its ranks
@@ -188,9 +188,10 @@ class ReplicaRegistry:
         return prefill_model(record.facts.prefill_tokens_per_s, record.facts.attention_tokens)
 
     def usable(self, variant: str, replica_ids: Sequence[str]) -> Sequence[str]:
-        """Return the replicas that list this variant of the model, or that list none at all.
+        """Return the replicas that list this variant of the model, or whose lists are unknown.
 
-        Replicas list only the variants that they have from the start.
+        For an added variant, return all of them, since replicas list only the variants that they
+        have from the start.
         """
         return [id_ for id_ in replica_ids if is_key(variant) or self._lists(id_, variant)]
 

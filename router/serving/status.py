@@ -29,7 +29,7 @@ class ModelHealth:
     replicas: ReplicaStates
     connected: int  # number of replicas that can take requests, even if some do not answer now
     index_is_reachable: bool
-    index_is_writable: bool  # false: Redis is full and can only be read
+    index_is_writable: bool  # false: the last write to Redis failed
     # Seconds since the router's copy of the index of cached blocks was last equal to the index.
     index_age_s: float
     degraded: dict[str, str]  # replica id -> why it is degraded
@@ -177,7 +177,7 @@ class Status:
         """Return what replicas report about their engines.
 
         Returns:
-            unfit: replica with unpatched vLLM -> the reason.
+            unfit: replica -> which parts are off because they do not fit vLLM, and why.
             guessed_caches: the attached servers that send no events.
             rendering_differences: replica -> prompts that routers rendered differently from vLLM.
         """

@@ -29,7 +29,7 @@ def test_it_serves_without_a_cluster(images: Images, network: ContainerNetwork) 
         container = network.start(
             ATTACH_IMAGE,
             *("--volume", f"{resolve(BUILTIN_MODEL)}:{MODEL}:ro", "--read-only"),
-            *("--tmpfs", "/home/kvroute:mode=1777", "--tmpfs", "/state:mode=1777"),
+            *("--tmpfs", "/home/kvroute:mode=1777", "--volume", "/state"),
             command=(server.url, "--insecure", "--model", MODEL, "--state-dir", "/state"),
         )
         container.wait_for_health()
