@@ -83,6 +83,8 @@ def pods(
     pods = Pods(network, folder, redis, head, [])
     for _ in range(WORKERS["replicas"]):
         pods.add_worker()
+    for worker in pods.workers:
+        wait_for(worker, RAYLET_PROBE)
     deploy(head)
     head.wait_for_health()
     wait_until(lambda: len(pods.cluster()) == WORKERS["replicas"], within_s=START_S)
@@ -100,6 +102,8 @@ def start(
     is_head = HEAD_SERVICE not in hosts
     return network.start(
         IMAGE,
+        # As in Kubernetes: `ray start` gives up after 30 s, which is too short on a busy machine.
+        "--restart=on-failure",
         shared_memory(group),
         *Pod(group["template"], SECRETS).options(f"{network.bridge}-{name}", folder),
         *ray_environment(TOKEN, is_head=is_head),
@@ -112,11 +116,7 @@ def wait_for(container: Container, *probes: str) -> None:
     """Wait until probes succeed. They run in the container."""
     command = ("bash", "-c", " && ".join(probes))
 
-    def succeeds() -> bool:
-        assert container.state()["Running"], container.logs()
-        return container.execute(*command).returncode == 0
-
-    wait_until(succeeds, within_s=START_S)
+    wait_until(lambda: container.execute(*command).returncode == 0, within_s=START_S)
 
 
 def deploy(head: Container) -> None:
