@@ -105,6 +105,7 @@ packages() {
         torch_index=(--extra-index-url "$torch_cpu_index")
     fi
     local name=kvroute-$version
+    scripts/check_wheel.sh "$work/packages/$name-py3-none-any.whl"
     # The wheel with the versions that pip chooses for a user, the other one with the locked ones.
     try_package "$work/packages/$name-py3-none-any.whl" "$work/none"
     try_package "$work/packages/$name.tar.gz" "$work/pins"
