@@ -17,7 +17,6 @@ from tests.support.serving import COMMAND, Cluster, start_cluster
 LONG, LONG_TOKENS = 9, 1500  # long answers at the same time, and the tokens of each
 MAX_WAIT_S = 10.0  # much shorter than the long answers take together
 PAUSE_S = 1.0  # seconds between two short chats
-ANSWERED = (200, 429)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,14 @@ def test_no_request_waits_in_an_engine_beyond_its_limit_or_beside_a_free_one(
             short.append(pool.submit(answer, cluster, 4, len(short)))
             time.sleep(PAUSE_S)
         statuses = [future.result() for future in as_completed([*long, *short])]
-    assert {*statuses} <= {*ANSWERED}
     assert statuses.count(200) >= len(short) // 2
 
 
 def answer(cluster: Cluster, tokens: int, number: int) -> int:
-    """Return the status of a completion with so many tokens. Each has a prompt of its own."""
+    """Return the status of a completion with so many tokens. Each has a prompt of its own.
+
+    It is 200, or 429 if the request has waited too long.
+    """
     body = {
         "model": BUILTIN_MODEL,
         "prompt": f"number {number} of {tokens}: " * 4,
@@ -54,7 +55,8 @@ def answer(cluster: Cluster, tokens: int, number: int) -> int:
         "ignore_eos": True,
     }
     response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=600)
-    if response.status_code == 429:
+    if response.status_code != 200:
+        assert response.status_code == 429, response.text
         assert response.json()["error"]["code"] == "wait_too_long"
         assert int(response.headers["retry-after"]) >= 1
     return response.status_code
