@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvroute.replica")
 
-MAX_REASON = 600  # maximum length of the reason why vLLM does not fit, in characters
+MAX_REASON = 1000  # characters that a record has for the reason why vLLM does not fit
 # Context length for a model whose configuration has no max_position_embeddings.
 DEFAULT_CONTEXT_TOKENS = 131_072
 SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
@@ -67,14 +67,13 @@ async def start_engines(
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
         return await _start_unpatched(settings, folder, reason)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
-    from kvroute.replica.vllm_engine.optional_parts import misfits
+    from kvroute.replica.vllm_engine.optional_parts import described, misfits
 
     off = await asyncio.to_thread(misfits)
-    reasons = [f"{part.name}: off, because {reason}" for part, reason in off.items()]
-    for reason in reasons:
-        log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
+    for part, reason in off.items():
+        log.warning("kvroute's changes do not fit vLLM: %s: off, because %s", part.name, reason)
     return await VllmEngine.start(
-        settings, folder, cores, host=host, secret=secret, unfit="; ".join(reasons)[:MAX_REASON]
+        settings, folder, cores, host=host, secret=secret, unfit=described(off, MAX_REASON)
     )
 
 

@@ -5,7 +5,7 @@ does not fit the installed vLLM, only this part is off. If any other hook does n
 run vLLM without any of kvroute's changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -56,6 +56,19 @@ def misfit(part: OptionalPart) -> str:
 def misfits() -> dict[OptionalPart, str]:
     """Return the parts that are off -> why."""
     return {part: misfit(part) for part in OPTIONAL_PARTS if not is_on(part)}
+
+
+def described(off: Mapping[OptionalPart, str], length: int) -> str:
+    """Return a text that names all parts that are off, with as much of the reasons as fits.
+
+    Args:
+        off: Part -> why it is off.
+        length: Maximum length of the text, in characters. All parts get the same share.
+    """
+    if not off:
+        return ""
+    share = length // len(off) - len("; ")
+    return "; ".join(f"{part.name}: off, because {why}"[:share] for part, why in off.items())
 
 
 @cache

@@ -84,6 +84,14 @@ def test_all_parts_are_on_if_all_hooks_fit() -> None:
         assert any(module.startswith(part.modules) for module in hooks.by_module())
 
 
+@pytest.mark.parametrize("number", range(len(optional_parts.OPTIONAL_PARTS) + 1))
+def test_every_part_that_is_off_is_named_however_long_the_reasons_are(number: int) -> None:
+    off = dict.fromkeys(optional_parts.OPTIONAL_PARTS[:number], "a reason" * 200)
+    text = optional_parts.described(off, 1000)
+    assert len(text) <= 1000
+    assert all(f"{part.name}: off, because a reason" in text for part in off)
+
+
 @pytest.mark.parametrize(
     ("hook", "now", "fits"),
     [
