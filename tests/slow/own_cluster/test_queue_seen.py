@@ -53,15 +53,13 @@ def of_queue(cluster: Cluster) -> tuple[str, str]:
 
 
 def test_what_waits_is_told_and_afterwards_that_it_did(cluster: Cluster) -> None:
-    with ThreadPoolExecutor(REQUESTS) as clients:
-        asking = [clients.submit(ask, cluster) for _ in range(REQUESTS)]
+    with crowd(CROWD, lambda: ask(cluster)) as answers:  # until the slow doctor has looked
         wait_until(lambda: queue(cluster)["oldest_s"] > 1)
         told = queue(cluster)
         assert told["requests"] == told["lines"]["default"]["requests"] > 0
         assert told["all_routers"]["prefill_s"] == told["prefill_s"] > 0
         assert total(cluster, "router")["kvroute_queue_requests{default}"] > 0
         assert of_queue(cluster)[0] == "warning"
-        answers = [each.result() for each in asking]
     assert {answer.status_code for answer in answers} == {200}
     waits = [answer for answer in answers if float(answer.headers["x-kvroute-queued-s"])]
     seen = total(cluster, "router")

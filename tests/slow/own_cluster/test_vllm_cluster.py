@@ -38,7 +38,7 @@ from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
 from tests.support.event_streams import Joined
 from tests.support.hits import wait_for_routers
-from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
+from tests.support.serving import COMMAND, READY, Cluster, doctor, launched
 from tests.support.waiting import until, wait_until
 from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import (
@@ -58,6 +58,10 @@ TASKS = {
 EXACT = ("--dtype", "float32", "--kv-cache-memory-mb", "1024")
 
 
+# Seconds in which the cluster has to stop. With its low priority, it takes long beside other tests.
+STOP_S = 180.0
+
+
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     with collecting() as collector:
@@ -71,8 +75,11 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
     # Its engines take all cores that they get: the tests beside these come first.
     command = ("nice", "-n", "10", *COMMAND)
     options = ("--max-model-len", "4096", *EXACT)
-    with start_cluster(*options, env=env, command=command) as cluster:
+    with launched(*options, env=env, command=command) as cluster:
+        cluster.wait_for(READY)
         yield cluster
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.process.wait(STOP_S) == 0, cluster.output()
 
 
 @pytest.fixture
