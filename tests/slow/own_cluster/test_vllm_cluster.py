@@ -56,8 +56,6 @@ TASKS = {
 }
 # Answers are compared: in float32 they are equal. A token takes twice the memory then.
 EXACT = ("--dtype", "float32", "--kv-cache-memory-mb", "1024")
-
-
 # Seconds in which the cluster has to stop. With its low priority, it takes long beside other tests.
 STOP_S = 180.0
 
