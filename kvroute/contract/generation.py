@@ -130,6 +130,10 @@ class EngineAwayError(EngineDeadError):
     """An attached server (one that the user runs) does not answer; it may come back."""
 
 
+class UnreachedError(EngineAwayError):
+    """No connection to an attached server could be made, so nothing of the request was sent."""
+
+
 class CannotRunError(RuntimeError):
     """The engine cannot run this model with this configuration; a restart would fail again."""
 

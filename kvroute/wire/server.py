@@ -17,6 +17,7 @@ from kvroute.contract.generation import (
     EngineDeadError,
     Generate,
     GenerateRequest,
+    UnreachedError,
     weight,
 )
 from kvroute.contract.preparation import on_prepared
@@ -388,6 +389,8 @@ class Peer(Connection):
 
 
 def _outcome(error: Exception) -> tuple[Outcome, str]:
+    if isinstance(error, UnreachedError):
+        return "refused", str(error)
     if isinstance(error, EngineDeadError):
         return "dead", str(error)
     if isinstance(error, ValueError) and not isinstance(error, msgspec.MsgspecError):

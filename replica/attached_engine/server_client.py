@@ -25,7 +25,19 @@ _LOST = (aiohttp.ClientError, TimeoutError, OSError)
 
 
 class ServerLostError(Exception):
-    """A server does not answer, or has stopped in the middle of an answer."""
+    """A server does not answer, or has stopped in the middle of an answer.
+
+    Attributes:
+        remedy: What the operator can do.
+    """
+
+    def __init__(self, reason: str, *, remedy: str = "start it") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class NoConnectionError(ServerLostError):
+    """No connection to a server could be made, so nothing of a request was sent."""
 
 
 class Reply(NamedTuple):
@@ -109,6 +121,7 @@ class ServerClient:
         Leaving the context before the end ends the request at the server.
 
         Raises:
+            NoConnectionError: No connection to the server could be made.
             ServerLostError: The server does not answer.
         """
         try:
@@ -157,18 +170,33 @@ class ServerClient:
 def _lost(error: BaseException) -> ServerLostError:
     """Return the error in words."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return ServerLostError(f"no connection in {CONNECT_S:g} s")
+        return NoConnectionError(f"no connection in {CONNECT_S:g} s")
     if isinstance(error, TimeoutError):
         return ServerLostError(f"nothing in {QUESTION_S:g} s")
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
+        if isinstance(cause, ssl.SSLError):  # its `errno` is a number of OpenSSL
+            return _refused_handshake(cause)
         if cause.errno is not None and cause.errno in errno.errorcode:
-            return ServerLostError(os.strerror(cause.errno))
-        return ServerLostError(cause.strerror or str(cause))
+            return NoConnectionError(os.strerror(cause.errno))
+        return NoConnectionError(cause.strerror or str(cause))
     return ServerLostError(f"{type(error).__name__}: {error}".removesuffix(": "))
+
+
+def _refused_handshake(error: ssl.SSLError) -> NoConnectionError:
+    """Return the error for a server with which no encrypted connection could be made."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return NoConnectionError(
+            f"its certificate is not trusted: {error.verify_message}",
+            remedy="set SSL_CERT_FILE to a file with the certificate of its authority",
+        )
+    reason = (error.reason or str(error)).replace("_", " ").lower()
+    return NoConnectionError(
+        f"TLS: {reason}", remedy="give its address as http://... if it serves without TLS"
+    )
 
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Return the certificates that this machine trusts; all connections of a process share them."""
-    return httpx.create_ssl_context(trust_env=False)
+    """Return the authorities that connections trust: those of SSL_CERT_FILE, or else certifi's."""
+    return httpx.create_ssl_context()

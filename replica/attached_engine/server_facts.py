@@ -375,7 +375,7 @@ def silence(url: str, error: ServerLostError) -> str:
     """Return that a server does not answer, and what to do."""
     if url == OWN_SERVER:
         return f"the replica's vLLM server does not answer ({error})"
-    return f"{url} does not answer ({error}); start it"
+    return f"{url} does not answer ({error}); {error.remedy}"
 
 
 async def _get(server: ServerClient, path: str) -> Reply:

@@ -12,6 +12,7 @@ from kvroute.contract.generation import (
     Emit,
     EngineAwayError,
     GenerateRequest,
+    UnreachedError,
     client_id,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
@@ -28,7 +29,10 @@ from kvroute.replica.attached_engine.server_bodies import (
     forwarded,
     with_token_ids,
 )
-from kvroute.replica.attached_engine.server_client import ServerLostError
+from kvroute.replica.attached_engine.server_client import (
+    NoConnectionError,
+    ServerLostError,
+)
 from kvroute.replica.attached_engine.server_connection import ServerConnection
 from kvroute.replica.attached_engine.server_facts import ServerFacts
 from kvroute.replica.attached_engine.server_rendering import render
@@ -84,6 +88,7 @@ class ServerRequests:
             reports_hits: Whether to ask the server for events of the blocks that it reuses.
 
         Raises:
+            UnreachedError: No connection to the server could be made.
             EngineAwayError: The server does not answer, has stopped in the middle, or cannot
                 continue the answer that another server has begun.
             ValueError: The server has refused a prompt without an HTTP request.
@@ -107,8 +112,7 @@ class ServerRequests:
             else:
                 await self._forward(request, call, plain, answer, reports_hits=reports_hits)
         except ServerLostError as error:
-            self._connection.suspect()
-            raise EngineAwayError(f"{self._connection.url}: {error}") from error
+            raise self._away(error, has_emitted=answer.has_emitted) from error
         return answer.status == HTTPStatus.OK
 
     async def render(self, call: HttpCall) -> Rendered:
@@ -116,8 +120,19 @@ class ServerRequests:
         try:
             return await render(self._connection.client, call)
         except ServerLostError as error:
-            self._connection.suspect()
-            raise EngineAwayError(f"{self._connection.url}: {error}") from error
+            raise self._away(error) from error
+
+    def _away(self, error: ServerLostError, *, has_emitted: bool = False) -> EngineAwayError:
+        """Have the server checked now, and return the error for the router.
+
+        Args:
+            error: The loss.
+            has_emitted: Whether the router has got a part of the answer.
+        """
+        self._connection.suspect()
+        is_unreached = isinstance(error, NoConnectionError) and not has_emitted
+        kind = UnreachedError if is_unreached else EngineAwayError
+        return kind(f"{self._connection.url}: {error}")
 
     async def _forward(
         self,

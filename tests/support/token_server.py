@@ -9,7 +9,11 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.replica.attached_engine.server_client import Reply, ServerLostError
+from kvroute.replica.attached_engine.server_client import (
+    NoConnectionError,
+    Reply,
+    ServerLostError,
+)
 from tests.support.scripted_client import Asked, ScriptedClient, Stream
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -68,6 +72,7 @@ class TokenServer:
         self.bytes_left: int | None = None  # bytes until the loss; None: no loss
         # Number of the event that is replaced by an error, in an answer from its beginning.
         self.error_at: int | None = None
+        self.refusals = 0  # how many of the next connections are refused
         self.is_healthy = True
         self.tokens_per_event = 1
         self.has_details = False  # --enable-prompt-tokens-details
@@ -84,8 +89,9 @@ class TokenServer:
         return self.bytes_left == 0
 
     def _respond(self, asked: Asked) -> Reply | Stream:
-        if self.is_lost:
-            raise ServerLostError("connection refused")
+        if self.is_lost or self.refusals:
+            self.refusals = max(0, self.refusals - 1)
+            raise NoConnectionError("connection refused")
         if asked.path == "/health":
             return Reply(200 if self.is_healthy else 503, b"")
         body = json.loads(asked.body)

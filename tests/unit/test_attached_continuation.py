@@ -203,6 +203,31 @@ async def test_an_answer_survives_two_losses(servers: Servers, path: str) -> Non
     assert len(servers.rest) == 2
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_request_that_no_server_could_be_sent_waits_and_is_not_blamed(
+    servers: Servers, path: str
+) -> None:
+    """All servers were killed at once, and come back before the router knows of the loss."""
+    for server in servers.all:
+        server.refusals = 2
+    body = body_of(path)
+    assert await servers.ask(path, body) == servers.undisturbed(path, body)
+    assert not any(server.refusals for server in servers.all)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_an_answer_goes_on_though_the_other_servers_cannot_be_reached_at_once(
+    servers: Servers, path: str
+) -> None:
+    body = body_of(path)
+    half = ends(servers, path, body)[-1] // 2
+    servers.start(half)
+    for server in servers.all[1:]:
+        server.refusals = 1
+    got = events_of(await servers.ask(path, body))
+    assert got == events_of(servers.undisturbed(path, body))
+
+
 async def test_a_loss_before_the_first_token_sends_the_clients_own_request_again(
     servers: Servers,
 ) -> None:

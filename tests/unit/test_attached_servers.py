@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,12 @@ from kvroute.contract.http_call import HttpCall
 from kvroute.contract.records import MAX_COUNT
 from kvroute.process import vllm_build
 from kvroute.replica.attached_engine.child_server import _flags
-from kvroute.replica.attached_engine.server_client import Reply, ServerClient
+from kvroute.replica.attached_engine.server_client import (
+    NoConnectionError,
+    Reply,
+    ServerClient,
+    _certificates,
+)
 from kvroute.replica.attached_engine.server_facts import (
     USUAL_TOKENS_PER_S,
     EventAddress,
@@ -27,6 +33,7 @@ from kvroute.settings import looked_up as looked_up_module
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.settings.server_list import ServerList
+from tests.support.certificates import certificate
 from tests.support.scripted_client import Asked, ScriptedClient
 from tests.support.waiting import wait_until
 
@@ -269,6 +276,60 @@ async def test_a_status_has_its_own_remedy(status: int, remedy: str) -> None:
     refusing = ScriptedClient(URL, lambda asked: Reply(status, b""))
     with pytest.raises(ServerError, match=f"status {status}; {remedy}"):
         await read_facts(refusing)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "has_tls", "is_trusted", "problem"),
+    [
+        (
+            "https",
+            True,
+            False,
+            "not trusted: self-signed certificate.; set SSL_CERT_FILE to a file",
+        ),
+        ("https", False, False, "TLS: .*; give its address as http://"),
+        ("http", False, False, "status 404; expected a vLLM server"),
+        ("https", True, True, "status 404; expected a vLLM server"),
+    ],
+)
+async def test_a_server_with_a_certificate(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheme: str,
+    has_tls: bool,
+    is_trusted: bool,
+    problem: str,
+) -> None:
+    """SSL_CERT_FILE names the authorities that are trusted."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    cert, key = certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    if is_trusted:
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    _certificates.cache_clear()
+    tls = context if has_tls else None
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        client = ServerClient(f"{scheme}://127.0.0.1:{port}")
+        with pytest.raises(ServerError, match=problem):
+            await read_facts(client)
+        await client.close()
+    _certificates.cache_clear()
+
+
+async def test_a_server_that_does_not_run_was_not_reached() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    client = ServerClient(f"http://127.0.0.1:{port}")
+    with pytest.raises(NoConnectionError, match="Connection refused"):
+        await client.get("/health")
+    await client.close()
 
 
 def test_each_server_has_a_replica(tmp_path: Path) -> None:

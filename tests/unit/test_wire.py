@@ -21,6 +21,7 @@ from kvroute.contract.generation import (
     Emit,
     EngineDeadError,
     GenerateRequest,
+    UnreachedError,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.keep import RetentionHint
@@ -377,6 +378,25 @@ async def test_a_replica_with_a_dead_engine_refuses_further_requests(host: str) 
             await stream.next()
         with pytest.raises(RefusedError):
             await link.open(request(), max_waiting=MOST).next()
+
+
+@both_ways
+async def test_an_engine_that_cannot_be_reached_refuses_one_request_and_runs_the_next(
+    host: str,
+) -> None:
+    engine = Engine()
+    async with served(engine, host=host) as (_, (link,)):
+        stream = link.open(request(), max_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        engine.error = UnreachedError("no connection")
+        engine.step()
+        with pytest.raises(RefusedError, match="no connection"):
+            await stream.next()
+        engine.error = None
+        stream = link.open(request(), max_waiting=MOST)
+        await until(lambda: engine.running == 1)
+        engine.step()
+        assert len(ids([(await stream.next()) or chunk(0)])) == 1
 
 
 @pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
