@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvroute.contract.records import TierFacts
+from kvroute.contract.records import MAX_UNFIT, TierFacts
 from kvroute.features.engine_sides import engine_features
 from kvroute.process import vllm_build
 from kvroute.process.builtin_model import resolve
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvroute.replica")
 
-MAX_REASON = 1000  # characters that a record has for the reason why vLLM does not fit
 # Context length for a model whose configuration has no max_position_embeddings.
 DEFAULT_CONTEXT_TOKENS = 131_072
 SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
@@ -63,7 +62,7 @@ async def start_engines(
     cores = claim_cores(settings.cores)
     prepare_vllm(folder, cores.threads(settings.data_parallel_size))
     if unfit := await asyncio.to_thread(_unfit):
-        reason = f"pins, host memory and continued answers are off: {unfit}"[:MAX_REASON]
+        reason = f"pins, host memory and continued answers are off: {unfit}"[:MAX_UNFIT]
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
         return await _start_unpatched(settings, folder, reason)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
@@ -73,7 +72,7 @@ async def start_engines(
     for part, reason in off.items():
         log.warning("kvroute's changes do not fit vLLM: %s: off, because %s", part.name, reason)
     return await VllmEngine.start(
-        settings, folder, cores, host=host, secret=secret, unfit=described(off, MAX_REASON)
+        settings, folder, cores, host=host, secret=secret, unfit=described(off, MAX_UNFIT)
     )
 
 

@@ -206,9 +206,11 @@ images() {
 }
 
 how_to_publish() {
+    echo "Nothing is published yet. Read $out/ and docs/tests.md. Then run these commands, with" \
+        "REGISTRY set:"
+    git diff --quiet HEAD -- docs/tests.md ||
+        echo "  git commit --message \"Record the tests of $version\" docs/tests.md &&"
     cat <<EOF
-Nothing is published yet. Read $out/ and docs/tests.md. Then run these commands, with REGISTRY set:
-  git commit --message "Record the tests of $version" docs/tests.md &&
   git tag --sign v$version --message "kvroute $version" &&
   gpg --armor --detach-sign $out/SHA256SUMS &&
   git push origin HEAD:main v$version &&

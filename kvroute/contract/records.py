@@ -20,6 +20,7 @@ from kvroute.contract.unreadable import UnreadableError
 
 VERSION = 1
 
+MAX_UNFIT = 1000  # characters that a record has for the reasons why vLLM does not fit
 MAX_COUNT = 2**48  # highest count that a record may have
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -95,7 +96,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False
     # Which features are off because kvroute's changes do not fit the installed vLLM, and why.
-    unfit: Annotated[str, Meta(max_length=1000)] = ""
+    unfit: Annotated[str, Meta(max_length=MAX_UNFIT)] = ""
 
     @property
     def tiers(self) -> Mapping[Tier, TierFacts]:

@@ -78,11 +78,11 @@ class Cluster:
             assert time.monotonic() < deadline, f"no {text!r} in time:\n{self.output()}"
             time.sleep(0.1)
 
-    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+    def stop(self, number: signal.Signals = signal.SIGINT, *, within_s: float = STOP_S) -> int:
         """Stop the command, and return its exit code. Fails if one of its processes remains."""
         self.process.send_signal(number)
-        exit_code = self.process.wait(STOP_S)
-        assert_gone(self)
+        exit_code = self.process.wait(within_s)
+        assert_gone(self, within_s=within_s / 4)
         return exit_code
 
 
@@ -91,15 +91,16 @@ def start_cluster(
     *args: str,
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = COMMAND,
+    stop_s: float = STOP_S,
 ) -> Iterator[Cluster]:
     """Run `kvroute serve` with these options on a free port; the context begins when it is ready.
 
-    It is stopped with Ctrl-C at the end.
+    It is stopped with Ctrl-C at the end, within `stop_s` seconds.
     """
     with launched(*args, env=env, command=command) as cluster:
         cluster.wait_for(READY)
         yield cluster
-        exit_code = cluster.stop()
+        exit_code = cluster.stop(within_s=stop_s)
         assert exit_code == 0, f"exit code {exit_code}:\n{cluster.output()}"
 
 

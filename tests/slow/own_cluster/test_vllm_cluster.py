@@ -38,7 +38,7 @@ from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
 from tests.support.event_streams import Joined
 from tests.support.hits import wait_for_routers
-from tests.support.serving import COMMAND, READY, Cluster, assert_gone, doctor, launched
+from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
 from tests.support.waiting import until, wait_until
 from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import (
@@ -73,12 +73,8 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
     # Its engines take all cores that they get: the tests beside these come first.
     command = ("nice", "-n", "10", *COMMAND)
     options = ("--max-model-len", "4096", *EXACT)
-    with launched(*options, env=env, command=command) as cluster:
-        cluster.wait_for(READY)
+    with start_cluster(*options, env=env, command=command, stop_s=STOP_S) as cluster:
         yield cluster
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.process.wait(STOP_S) == 0, cluster.output()
-        assert_gone(cluster, within_s=STOP_S)
 
 
 @pytest.fixture
