@@ -26,6 +26,7 @@ from kvroute.replica.vllm_engine.grammar.process import (
 )
 
 CPU_S = 0.1
+WAIT_S = 300.0  # seconds that the process may take: it has a low priority on a busy machine
 
 
 def compiled(spec: dict[str, Any]) -> str:
@@ -59,14 +60,14 @@ def pipes() -> Iterator[tuple[Connection, Connection]]:
     process.start()
     yield jobs, results
     jobs.close()
-    process.join(10)
+    process.join(WAIT_S)
     assert process.exitcode == 0
 
 
 def verdict(pipes: tuple[Connection, Connection], number: int, does: str) -> Verdict:
     jobs, results = pipes
     jobs.send_bytes(msgspec.msgpack.encode(GrammarJob(number, {"does": does})))
-    assert results.poll(30), does
+    assert results.poll(WAIT_S), does
     return msgspec.msgpack.decode(results.recv_bytes(), type=Verdict)
 
 
