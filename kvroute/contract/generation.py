@@ -130,8 +130,8 @@ class EngineAwayError(EngineDeadError):
     """An attached server (one that the user runs) does not answer; it may come back."""
 
 
-class UnreachedError(EngineAwayError):
-    """No connection to an attached server could be made, so nothing of the request was sent."""
+class NotBegunError(RuntimeError):
+    """The engine has not begun with the request, and another engine may be able to run it."""
 
 
 class CannotRunError(RuntimeError):

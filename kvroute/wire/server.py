@@ -17,7 +17,7 @@ from kvroute.contract.generation import (
     EngineDeadError,
     Generate,
     GenerateRequest,
-    UnreachedError,
+    NotBegunError,
     weight,
 )
 from kvroute.contract.preparation import on_prepared
@@ -389,7 +389,7 @@ class Peer(Connection):
 
 
 def _outcome(error: Exception) -> tuple[Outcome, str]:
-    if isinstance(error, UnreachedError):
+    if isinstance(error, NotBegunError):
         return "refused", str(error)
     if isinstance(error, EngineDeadError):
         return "dead", str(error)

@@ -142,6 +142,7 @@ class AttachedEngine(Engine):
         """Forward the request.
 
         Raises:
+            NotBegunError: Another engine may be able to run the request.
             EngineAwayError: The server does not answer, or has stopped in the middle.
             PinRefusedError: The request has a pin.
             ValueError: The server has refused a prompt without an HTTP request.

@@ -12,7 +12,7 @@ from kvroute.contract.generation import (
     Emit,
     EngineAwayError,
     GenerateRequest,
-    UnreachedError,
+    NotBegunError,
     client_id,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
@@ -88,15 +88,15 @@ class ServerRequests:
             reports_hits: Whether to ask the server for events of the blocks that it reuses.
 
         Raises:
-            UnreachedError: No connection to the server could be made.
-            EngineAwayError: The server does not answer, has stopped in the middle, or cannot
-                continue the answer that another server has begun.
+            NotBegunError: No connection to the server could be made, or it cannot continue an
+                answer that another engine has begun.
+            EngineAwayError: The server does not answer, or has stopped in the middle.
             ValueError: The server has refused a prompt without an HTTP request.
         """
         call = request.call
         plain = plain_stream(call, self._context) if call else None
         if request.answered and (call is None or plain is None or call.text_chars < 0):
-            raise EngineAwayError(f"{self._connection.url} cannot continue this answer")
+            raise NotBegunError(f"{self._connection.url} cannot continue this answer")
         prepared()
         path, prompt_tokens = call.path if call else "", len(request.prompt_ids)
         is_lost = self._connection.is_lost
@@ -122,7 +122,9 @@ class ServerRequests:
         except ServerLostError as error:
             raise self._away(error) from error
 
-    def _away(self, error: ServerLostError, *, has_emitted: bool = False) -> EngineAwayError:
+    def _away(
+        self, error: ServerLostError, *, has_emitted: bool = False
+    ) -> EngineAwayError | NotBegunError:
         """Have the server checked now, and return the error for the router.
 
         Args:
@@ -130,9 +132,10 @@ class ServerRequests:
             has_emitted: Whether the router has got a part of the answer.
         """
         self._connection.suspect()
-        is_unreached = isinstance(error, NoConnectionError) and not has_emitted
-        kind = UnreachedError if is_unreached else EngineAwayError
-        return kind(f"{self._connection.url}: {error}")
+        reason = f"{self._connection.url}: {error}"
+        if isinstance(error, NoConnectionError) and not has_emitted:
+            return NotBegunError(reason)
+        return EngineAwayError(reason)
 
     async def _forward(
         self,

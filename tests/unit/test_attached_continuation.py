@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.generation import EngineAwayError, GenerateRequest
+from kvroute.contract.generation import GenerateRequest, NotBegunError
 from kvroute.contract.http_call import HttpCall
 from kvroute.contract.records import EngineFacts
 from kvroute.replica.attached_engine.attached import AttachedEngine
@@ -317,7 +317,7 @@ async def test_an_answer_that_another_kind_of_replica_has_begun_is_not_continued
     call = HttpCall(COMPLETIONS, json.dumps(body_of(COMPLETIONS)).encode(), 5.0, deltas=(1, 1))
     request = GenerateRequest("a-1", np.array([*PROMPT, *ANSWER[:2]], np.uint32), call=call)
     engine = _engine(TokenServer(PROMPT, 100))
-    with pytest.raises(EngineAwayError, match="cannot continue"):
+    with pytest.raises(NotBegunError, match="cannot continue"):
         await engine.generate(replace(request, answered=2), print)
 
 

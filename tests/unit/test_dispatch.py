@@ -15,7 +15,14 @@ import pytest
 from starlette.requests import ClientDisconnect
 
 from kvroute.blocks.fingerprint import MediaSpan
-from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
+from kvroute.contract.generation import (
+    Chunk,
+    EngineDeadError,
+    Generate,
+    GenerateRequest,
+    NotBegunError,
+    TokenIds,
+)
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
@@ -57,6 +64,7 @@ MANY = 30  # prompts of one call
 CALL = Call(COMPLETIONS, b"", {})
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.4"}}
 GONE = -2  # a replica whose connection ends when the request arrives
+NOT_BEGUN = -3  # a replica whose engine cannot begin with the request
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 
 
@@ -83,6 +91,8 @@ class Engines:
     async def _chunks(self, id_: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         life = self._lives[len(self.requests) - 1]
+        if life == NOT_BEGUN:
+            raise NotBegunError("as planned")
         async with aclosing(streamed(self.all[id_].generate, request)) as chunks:
             async for chunk in chunks:
                 if life == 0:
@@ -186,6 +196,15 @@ def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
 async def test_an_answer_is_the_same_when_replicas_are_lost(lives: list[int]) -> None:
     undisturbed = await Client(IMMORTAL).ask(logprobs=1)
     assert said(await Client(*lives, IMMORTAL).ask(logprobs=1)) == said(undisturbed)
+
+
+@pytest.mark.parametrize("lives", [[NOT_BEGUN] * LOSSES, [5, *[NOT_BEGUN] * CAUSED]])
+async def test_engines_that_cannot_begin_with_a_request_are_no_losses(lives: list[int]) -> None:
+    """Attached servers cannot continue each answer that another engine has begun."""
+    undisturbed = await Client(IMMORTAL).ask(logprobs=1)
+    client = Client(*lives, IMMORTAL)
+    assert said(await client.ask(logprobs=1)) == said(undisturbed)
+    assert len(client.requests) == len(lives) + 1
 
 
 @pytest.mark.parametrize("life", range(1, 8))

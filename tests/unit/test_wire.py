@@ -21,7 +21,7 @@ from kvroute.contract.generation import (
     Emit,
     EngineDeadError,
     GenerateRequest,
-    UnreachedError,
+    NotBegunError,
 )
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.keep import RetentionHint
@@ -381,14 +381,14 @@ async def test_a_replica_with_a_dead_engine_refuses_further_requests(host: str) 
 
 
 @both_ways
-async def test_an_engine_that_cannot_be_reached_refuses_one_request_and_runs_the_next(
+async def test_an_engine_that_has_not_begun_refuses_one_request_and_runs_the_next(
     host: str,
 ) -> None:
     engine = Engine()
     async with served(engine, host=host) as (_, (link,)):
         stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
-        engine.error = UnreachedError("no connection")
+        engine.error = NotBegunError("no connection")
         engine.step()
         with pytest.raises(RefusedError, match="no connection"):
             await stream.next()
