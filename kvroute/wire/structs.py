@@ -22,8 +22,9 @@ VERSION = 4  # version of the protocol
 NONCE_BYTES = 16  # size of the nonce: random bytes that the other end's proof must include
 MAX_ORDER_S = 1e6  # limit of received times in seconds, also of negative ones; no wait is so long
 
-# How a request ends. refused: the replica runs its maximum number of requests, or is stopping.
-# invalid: no replica can run the request. dead: the engine has died. failed: any other error.
+# How a request ends. refused: the replica runs its maximum number of requests, or is stopping, or
+# its engine has not begun with the request. invalid: no replica can run the request. dead: the
+# engine has died. failed: any other error.
 Outcome = Literal["done", "refused", "invalid", "dead", "failed"]
 
 
