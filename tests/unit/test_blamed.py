@@ -35,6 +35,12 @@ def request_of(prompt: TokenIds = PROMPT, **fields: Any) -> GenerateRequest:
     return GenerateRequest("id-1", prompt, call=completion(**fields))
 
 
+def preparing(wired: Wired, replica_id: str) -> int:
+    """Return how many requests a replica prepares, as the router knows it."""
+    link = wired.links._links[replica_id]
+    return sum(stream.is_preparing for stream in link._streams.values())
+
+
 class Replicas:
     """Two replicas: r0 does not answer until it is lost, or dies of each request. r1 answers."""
 
@@ -70,8 +76,8 @@ class Replicas:
             tasks = [asyncio.create_task(self._ask(prompt)) for prompt in prompts]
             await until(lambda: len(self.asked) == len(prompts))
             await until(lambda: self._wired.links.received_messages("r0") > len(prompts))
-            preparing = 0 if self._is_prepared else len(prompts)
-            await until(lambda: self._preparing() == preparing)
+            prepares = 0 if self._is_prepared else len(prompts)
+            await until(lambda: preparing(self._wired, "r0") == prepares)
             self._wired.list("r1")
             await until(lambda: "r1" in self._wired.links.connected())
             if self._silent_port:
@@ -81,11 +87,6 @@ class Replicas:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._wired.drop("r0")
             return [*ended, *await asyncio.gather(self._ask(prompts[0]), return_exceptions=True)]
-
-    def _preparing(self) -> int:
-        """Return how many requests r0 prepares, as the router knows it."""
-        link = self._wired.links._links["r0"]
-        return sum(stream.is_preparing for stream in link._streams.values())
 
     async def _ask(self, prompt: TokenIds) -> str:
         context = RequestContext(time.monotonic())
@@ -145,7 +146,7 @@ async def test_requests_that_stop_two_replicas_together_are_not_sent_to_a_third(
         ]
         for asks, stopped, following in ((2, "r0", "r1"), (4, "r1", "r2")):
             await until(lambda: len(asked) >= asks)  # noqa: B023
-            await until(lambda: wired.links.received_messages(stopped) > 2)  # noqa: B023
+            await until(lambda: preparing(wired, stopped) == 2)  # noqa: B023
             wired.list(following)
             await until(lambda: following in wired.links.connected())  # noqa: B023
             wired.links.lose(stopped, HungError(stopped))
