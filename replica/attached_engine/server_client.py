@@ -179,16 +179,26 @@ def _lost(error: BaseException) -> ServerLostError:
             return _refused_handshake(cause)
         if cause.errno is not None and cause.errno in errno.errorcode:
             return NoConnectionError(os.strerror(cause.errno))
-        return NoConnectionError(cause.strerror or str(cause))
+        return NoConnectionError(cause.strerror or str(cause) or "it has closed the connection")
     return ServerLostError(f"{type(error).__name__}: {error}".removesuffix(": "))
+
+
+# OpenSSL's codes of certificates that are not accepted -> what the operator can do.
+_REMEDIES = {
+    9: "compare the clocks of both machines",  # not valid yet
+    10: "renew the certificate",  # expired
+    62: "use an address that the certificate has",  # another host name
+    64: "use an address that the certificate has",  # another IP address
+}
+_UNTRUSTED = "set SSL_CERT_FILE to a file with the certificate of its authority"
 
 
 def _refused_handshake(error: ssl.SSLError) -> NoConnectionError:
     """Return the error for a server with which no encrypted connection could be made."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return NoConnectionError(
-            f"its certificate is not trusted: {error.verify_message}",
-            remedy="set SSL_CERT_FILE to a file with the certificate of its authority",
+            f"its certificate is not accepted: {error.verify_message}",
+            remedy=_REMEDIES.get(error.verify_code, _UNTRUSTED),
         )
     reason = (error.reason or str(error)).replace("_", " ").lower()
     return NoConnectionError(
@@ -198,5 +208,16 @@ def _refused_handshake(error: ssl.SSLError) -> NoConnectionError:
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Return the authorities that connections trust: those of SSL_CERT_FILE, or else certifi's."""
-    return httpx.create_ssl_context()
+    """Return the authorities that connections trust: those of SSL_CERT_FILE, or else certifi's.
+
+    Raises:
+        NoConnectionError: The file cannot be read.
+    """
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:
+        path = os.environ.get("SSL_CERT_FILE")
+        raise NoConnectionError(
+            f"SSL_CERT_FILE is {path!r}: {error.strerror or error}",
+            remedy="set it to a PEM file of certificates, or remove it",
+        ) from error

@@ -170,16 +170,18 @@ class Ticket:
         waited_s = now_s - self.context.ready_s - self._held_s
         return self._control.holding.overdue(self.context.urgency, waited_s)
 
-    def pause_s(self, error: RefusedError, now_s: float) -> float:
+    def pause_s(self, error: RefusedError, sent_s: float, now_s: float) -> float:
         """Return how long to pause, since all replicas have refused the prompt.
 
         Args:
             error: the refusal of the last replica.
+            sent_s: time at which the first one of these replicas was asked.
+            now_s: the time.
 
         Raises:
             ApiError: they have refused it for RECOVERY_S, or for the request's own wait limit.
         """
-        self._refused_s = min(self._refused_s, now_s)
+        self._refused_s = min(self._refused_s, sent_s)
         limit_s = _recovery_s(self.context.urgency)
         if now_s - self._refused_s >= limit_s:
             raise ApiError(

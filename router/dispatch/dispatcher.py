@@ -159,11 +159,14 @@ class Dispatcher:
                 refuses the prompt.
         """
         stalled = set[str]()  # replicas that the request was taken back from
+        refused = set[str]()  # ranks that have refused it since it was last sent to all of them
         ticket = Ticket(self.control, context)
         while True:
             self._blamed.check(request)
             self._check(losses, request)
-            running = await ticket.running(losses.excluded_ids, stalled)
+            running = await ticket.running(losses.excluded_ids, stalled | refused)
+            if refused.issuperset(running):
+                refused.clear()
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids,
@@ -178,13 +181,15 @@ class Dispatcher:
                 continue
             try:
                 admitted = ticket.with_admission(request, now_s)
-                return await self._try(admitted, ticket, placement, losses, stalled)
+                return await self._try(
+                    admitted, ticket, placement, losses, stalled=stalled, refused=refused
+                )
             except TakenBackError as error:
                 self._fleet.observer.taken_back("deadline" if error.is_overdue else "moved")
                 if error.is_overdue:
                     raise ticket.overdue(time.monotonic()) from error
             except RefusedError as error:
-                await self._wait(ticket.pause_s(error, time.monotonic()))
+                await self._wait(ticket.pause_s(error, now_s, time.monotonic()))
             except LOST:
                 continue
 
@@ -223,12 +228,15 @@ class Dispatcher:
         ticket: Ticket,
         placement: Placement,
         losses: Losses,
+        *,
         stalled: set[str],
+        refused: set[str],
     ) -> ReplicaStream:
         """Return a stream from the first replica in the ranking that accepts the request.
 
         Args:
             stalled: the replica is added whose engine does not start the request.
+            refused: the ranks of the replicas are added that refuse the request.
 
         Raises:
             TakenBackError: the replica's engine does not start the request.
@@ -264,6 +272,8 @@ class Dispatcher:
             except LOST as error:
                 log.info("replica %s was lost before it sent a token: %s", replica_id, error)
                 raise
+        ids = (candidate.replica_id for candidate in placement.ranking)
+        refused.update(id_ for id_ in ids if replica_of(id_) in full)
         raise RefusedError(reason)
 
     async def _send(

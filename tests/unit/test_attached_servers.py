@@ -19,6 +19,7 @@ from kvroute.replica.attached_engine.server_client import (
     Reply,
     ServerClient,
     _certificates,
+    _refused_handshake,
 )
 from kvroute.replica.attached_engine.server_facts import (
     USUAL_TOKENS_PER_S,
@@ -285,7 +286,7 @@ async def test_a_status_has_its_own_remedy(status: int, remedy: str) -> None:
             "https",
             True,
             False,
-            "not trusted: self-signed certificate.; set SSL_CERT_FILE to a file",
+            "not accepted: self-signed certificate.; set SSL_CERT_FILE to a file",
         ),
         ("https", False, False, "TLS: .*; give its address as http://"),
         ("http", False, False, "status 404; expected a vLLM server"),
@@ -321,6 +322,30 @@ async def test_a_server_with_a_certificate(
             await read_facts(client)
         await client.close()
     _certificates.cache_clear()
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+async def test_a_file_of_authorities_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    file = tmp_path / "ca.pem"
+    if content:
+        file.write_text(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    _certificates.cache_clear()
+    with pytest.raises(ServerError, match=f"SSL_CERT_FILE is '{file}': .*; set it to a PEM file"):
+        await read_facts(ServerClient("https://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(10, "renew the certificate"), (62, "use an address that the certificate has")],
+)
+def test_a_certificate_that_is_not_accepted_has_its_own_remedy(code: int, remedy: str) -> None:
+    error = ssl.SSLCertVerificationError(1, "refused")
+    error.verify_code, error.verify_message = code, "why"
+    found = _refused_handshake(error)
+    assert (str(found), found.remedy) == ("its certificate is not accepted: why", remedy)
 
 
 async def test_a_server_that_does_not_run_was_not_reached() -> None:

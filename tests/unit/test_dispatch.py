@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from kvroute.blocks.fingerprint import MediaSpan
 from kvroute.contract.generation import (
     Chunk,
+    Emit,
     EngineDeadError,
     Generate,
     GenerateRequest,
@@ -29,6 +30,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
+from kvroute.router.dispatch.dispatcher import TRIES
 from kvroute.router.dispatch.losses import (
     CAUSED,
     LOSSES,
@@ -360,6 +362,30 @@ async def test_a_request_that_a_replica_refuses_goes_to_the_next_one(stops: bool
         assert first[0].refusals > 0
         outcomes = {(attempt.replica_id, attempt.outcome) for attempt in client.diary.attempts}
         assert outcomes == {("r0", "moved"), ("r1", "ok")}
+
+
+@pytest.mark.parametrize("priority", ["default", "batch"])
+@pytest.mark.parametrize("refusing", [1, TRIES + 1])
+async def test_replicas_that_refuse_a_request_are_asked_again_after_all_others(
+    priority: Priority, refusing: int
+) -> None:
+    """The queue chooses one replica for a batch request, and a round asks TRIES replicas."""
+    asked: list[str] = []
+
+    async def generate(id_: str, request: GenerateRequest, emit: Emit) -> None:
+        asked.append(id_)
+        if id_ in asked[:refusing]:
+            raise NotBegunError("as planned")
+        emit(Chunk((1,), 0, is_last=True))
+
+    wired = Wired({f"r{n}": partial(generate, f"r{n}") for n in range(refusing + 1)})
+    fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
+    context = RequestContext(time.monotonic(), urgency=Urgency(priority))
+    async with wired, asyncio.timeout(30):
+        answer = await dispatcher_of(wired, fleet).generate(PROMPT, completion(), context)
+        assert (await answer.next()) is not None
+        answer.close()
+    assert len(asked) == len({*asked}) == refusing + 1
 
 
 async def test_a_request_waits_while_all_replicas_are_full_and_too_many_are_refused(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.generation import EngineAwayError, GenerateRequest, NotBegunError
 from kvroute.contract.records import ReplicaRecord
 from kvroute.features.prefixes.named_prefix import Prefix, assigned, shared_tokens
 from kvroute.features.prefixes.prefix_store import Prefixes
@@ -189,7 +189,8 @@ class Warmer:
     async def _warm_one(self, prefix: Prefix) -> None:
         """Compute a prefix. Pin it if its declaration says so and the limit of pins allows it.
 
-        A prefix that the engine rejects is not tried again.
+        A prefix that the engine rejects is not tried again. If the engine is away, the prefix is
+        tried again when prefixes are next checked.
         """
         is_pinned = prefix.is_pinned and self._can_pin(prefix)
         try:
@@ -202,6 +203,9 @@ class Warmer:
             )
             self._rejected.add(prefix.name)
             await self._drop(prefix.name)
+            return
+        except (EngineAwayError, NotBegunError) as error:
+            log.debug("named prefix %s is not cached yet: %s", prefix.name, error)
             return
         if prefix.is_pinned and not is_pinned:
             log.warning(

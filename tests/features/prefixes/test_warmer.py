@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 
 from kvroute.blocks.chain import Scope
-from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.generation import EngineAwayError, Generate, GenerateRequest, NotBegunError
 from kvroute.contract.records import Description, Load, TierFacts
 from kvroute.features.prefixes.named_prefix import Prefix, assigned
 from kvroute.features.prefixes.prefix_store import Prefixes
@@ -270,6 +270,27 @@ async def test_a_prefix_that_the_engine_rejects_does_not_stop_the_replica(
         await asyncio.sleep(0.1)
         assert set(replica.warmer.cached()) == {"x@1"}
         assert refusals() == 1
+
+
+@pytest.mark.parametrize("error", [EngineAwayError, NotBegunError])
+async def test_a_prefix_is_computed_when_the_server_is_back(
+    prefixes: Prefixes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, failures = Replica(prefixes._redis), 0
+    compute: Generate = replica.engine.generate
+
+    async def generate(*of: Any) -> None:
+        nonlocal failures
+        if failures < 3:
+            failures += 1
+            raise error("Connection refused")
+        await compute(*of)
+
+    monkeypatch.setattr(replica.engine, "generate", generate)
+    async with replica.running():
+        prefix = await declare(prefixes, "x")
+        await until_kept(replica, prefix.name)
+    assert failures == 3
 
 
 async def test_without_prefix_caching_no_prefix_is_computed(prefixes: Prefixes) -> None:
