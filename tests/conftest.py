@@ -141,4 +141,5 @@ def vllm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         *("--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
         env={"MULTI_TASK_PROMPT_STR": json.dumps(TASKS)},
         command=("nice", "-n", "10", *COMMAND),
+        stop_s=180.0,  # with its low priority, it takes long beside other tests
     )

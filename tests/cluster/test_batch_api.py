@@ -177,10 +177,10 @@ def test_a_file_is_stored_listed_and_deleted(client: OpenAI, cluster: Cluster) -
     assert file.id not in [other.id for other in client.files.list(purpose="batch")]
     url = f"{cluster.url}/v1/files/{file.id}/content"
     for header, start, end in (("2-9", 2, 10), ("1279990-", 1279990, None), ("-3", -3, None)):
-        part = httpx.get(url, headers={"range": f"bytes={header}"})
+        part = httpx.get(url, headers={"range": f"bytes={header}"}, timeout=60)
         assert (part.status_code, part.content) == (206, content[start:end])
-    assert httpx.get(url, headers={"range": "bytes=1280000-"}).status_code == 416
-    assert httpx.get(url, headers={"range": "lines=1-2"}).content == content
+    assert httpx.get(url, headers={"range": "bytes=1280000-"}, timeout=60).status_code == 416
+    assert httpx.get(url, headers={"range": "lines=1-2"}, timeout=60).content == content
     assert client.files.delete(file.id).deleted
     with pytest.raises(NotFoundError):
         client.files.retrieve(file.id)
@@ -213,7 +213,7 @@ def test_wrong_batches_are_refused(
 ) -> None:
     file = client.files.create(file=b"{}", purpose="batch")
     good = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
-    refused = httpx.post(f"{cluster.url}/v1/batches", json=good | body)
+    refused = httpx.post(f"{cluster.url}/v1/batches", json=good | body, timeout=60)
     assert refused.status_code in (400, 404)
     assert message in refused.json()["error"]["message"]
 
@@ -229,11 +229,12 @@ def test_wrong_uploads_are_refused(client: OpenAI, cluster: Cluster) -> None:
         ({"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 415),
     ):
-        refused = httpx.post(url, **sent)
+        refused = httpx.post(url, **sent, timeout=60)
         assert refused.status_code == status, refused.text
         assert refused.json()["error"]["message"]
     foreign = {"origin": "https://evil.example"}
-    answer = httpx.post(url, files={"file": b"x"}, data={"purpose": "batch"}, headers=foreign)
+    form: Any = {"files": {"file": b"x"}, "data": {"purpose": "batch"}}
+    answer = httpx.post(url, **form, headers=foreign, timeout=60)
     assert answer.status_code == 403
 
 
@@ -244,10 +245,13 @@ def test_a_purpose_may_follow_the_file(cluster: Cluster) -> None:
         b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
     )
     headers = {"content-type": "multipart/form-data; boundary=x"}
-    answer = httpx.post(f"{cluster.url}/v1/files", content=body, headers=headers)
+    answer = httpx.post(f"{cluster.url}/v1/files", content=body, headers=headers, timeout=60)
     assert (answer.json()["purpose"], answer.json()["bytes"]) == ("batch", 2)
     refused = httpx.post(
-        f"{cluster.url}/v1/files", content=body.replace(b"batch", b"other"), headers=headers
+        f"{cluster.url}/v1/files",
+        content=body.replace(b"batch", b"other"),
+        headers=headers,
+        timeout=60,
     )
     assert refused.status_code == 400
 
@@ -261,7 +265,7 @@ def test_other_requests_are_answered_while_a_large_file_is_uploaded(cluster: Clu
         yield b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
         for _ in range(40):
             yield b"y" * (1 << 20)
-            seen.append(httpx.get(f"{cluster.url}/health").status_code)
+            seen.append(httpx.get(f"{cluster.url}/health", timeout=60).status_code)
         yield b"\r\n--x--\r\n"
 
     headers = {"content-type": "multipart/form-data; boundary=x"}

@@ -125,10 +125,10 @@ def test_a_wrong_address_leads_to_the_right_one(
 def test_an_unknown_model_is_refused_in_the_format_of_the_client(cluster: Cluster) -> None:
     models, anthropics = f"{cluster.url}/v1/models", {"anthropic-version": "2023-06-01"}
     for path, kind in (("/no", "not_found"), ("?after_id=no", "invalid_request")):
-        body = httpx.get(f"{models}{path}", headers=anthropics).json()
+        body = httpx.get(f"{models}{path}", headers=anthropics, timeout=60).json()
         assert body == {"type": "error", "error": body["error"]}
         assert body["error"]["type"] == f"{kind}_error"
-    assert httpx.get(f"{models}/no").json()["error"]["code"] == "model_not_found"
+    assert httpx.get(f"{models}/no", timeout=60).json()["error"]["code"] == "model_not_found"
 
 
 def test_the_addresses_that_people_try_first_lead_somewhere(cluster: Cluster) -> None:

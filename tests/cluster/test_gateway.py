@@ -57,13 +57,14 @@ def test_both_servers_answer(gateway: Cluster) -> None:
     used = set[str]()
     for number in range(20):
         url, headers = f"{gateway.url}{RESPONSES}", {"x-request-id": f"own-{number}"}
-        answer = httpx.post(url, json={**ASKED, "input": f"{number} " * 99}, headers=headers)
+        asked = {**ASKED, "input": f"{number} " * 99}
+        answer = httpx.post(url, json=asked, headers=headers, timeout=60)
         assert SUMMARY in answer.text
         assert answer.headers.get_list("x-request-id") == [f"own-{number}"]
         used.add(answer.headers["x-kvroute-replica"])
     assert len(used) == 2
     assert "event: response.completed" in said(gateway, stream=True)
-    assert len(httpx.get(f"{gateway.url}/v1/models").headers["x-request-id"]) == 32
+    assert len(httpx.get(f"{gateway.url}/v1/models", timeout=60).headers["x-request-id"]) == 32
 
 
 def test_a_server_that_ends_costs_no_request_and_is_used_again(
@@ -80,10 +81,14 @@ def test_a_server_that_ends_costs_no_request_and_is_used_again(
 def test_each_server_has_metrics_of_its_own(gateway: Cluster) -> None:
     wait_until(lambda: replicas(gateway) == 2)
     targets = httpx.get(f"{gateway.url}/v1/metrics/targets", timeout=60).json()
-    of_servers = {
-        target["labels"]["replica"]: httpx.get(f"http://{target['targets'][0]}/metrics").text
+    addresses = {
+        target["labels"]["replica"]: target["targets"][0]
         for target in targets
         if "replica" in target["labels"]
+    }
+    of_servers = {
+        replica: httpx.get(f"http://{address}/metrics", timeout=60).text
+        for replica, address in addresses.items()
     }
     assert len(of_servers) == 2
     for text in of_servers.values():

@@ -139,7 +139,7 @@ def test_a_compressed_body_is_read_as_the_body_that_it_contains(
 
 def test_a_client_that_closes_its_side_is_told_that_it_counts_as_gone(cluster: Cluster) -> None:
     """The answer is long, so that it cannot be there before the end of the client's side is."""
-    request = head_of(CHATS) + chat(stream=False, tokens=1000)
+    request = head_of(CHATS) + chat(stream=False, tokens=8000)
     answer = exchange(cluster, request, is_last=True)
     assert answer.status == 400
     assert "closed its side" in answer.error["message"]

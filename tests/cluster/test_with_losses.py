@@ -67,17 +67,17 @@ async def kill_under(cluster: Cluster, client: AsyncOpenAI, undisturbed: list[st
     await until(lambda: pieces)
     victim = pieces[0]
     os.kill(pids[victim], signal.SIGKILL)
-    seen = [health(cluster)]
-    while seen[-1]["replicas"] == 4:
+    # Any other one that stands still for 2 s on a busy machine is missing, too: it is "silent".
+    seen = health(cluster)
+    while not {"lost", "starting"} & {*seen["missing"].values()}:
         await asyncio.sleep(0.1)
-        seen.append(health(cluster))
-    assert (seen[-1]["replicas"], seen[-1]["wanted"]) == (3, 4)
-    assert [*seen[-1]["missing"].values()] in (["lost"], ["starting"])
+        seen = health(cluster)
+    assert seen["replicas"] < seen["wanted"] == 4
     assert await reciting == undisturbed
     has_continued = attempts_that_failed(cluster) > failed
     wait_for_fleet(cluster)
-    await until(lambda: health(cluster)["replicas"] == 4)
-    assert health(cluster)["missing"] == {}
+    await until(lambda: health(cluster)["missing"] == {})
+    assert health(cluster)["replicas"] == 4
     await until(lambda: "is ready; 4 of 4 replicas are ready" in cluster.output())
     assert f"replica {victim} (process {pids[victim]}) has ended" in cluster.output()
     return has_continued
@@ -99,7 +99,7 @@ def test_a_killed_router_costs_no_request_that_has_got_no_byte(cluster: Cluster)
 
     with ThreadPoolExecutor(STREAMS) as pool:
         asking = [pool.submit(ask) for _ in range(STREAMS)]
-        wait_until(lambda: running() == STREAMS)
+        wait_until(running)
         cluster.routers()[0].kill()
         answers = {each.result() for each in asking}
     ((status, text),) = answers

@@ -267,7 +267,7 @@ async def test_requests_go_on_while_a_router_takes_many_blocks_in(
 async def test_after_redis_forgot_everything_the_publisher_announces_all_again(
     index: Index,
 ) -> None:
-    async with Side(index, lease_s=0.6).running() as side:
+    async with Side(index).running() as side:
         side.publisher.publish([stored(0, 50)])
         await until(lambda: side.is_equal() and len(side.table) == 50)
         await index._redis.flushall()

@@ -372,7 +372,9 @@ async def test_a_router_that_missed_a_replicas_last_change_loads_the_replica(
 
 async def test_the_newer_one_of_two_writers_with_one_id_stays(redis_url: str) -> None:
     async with world_on(redis_url, lease_s=10) as world:  # which does not end meanwhile
-        await play(world, "store a", "wait", "replace a", "store a")
+        await play(world, "store a")
+        await until(lambda: world.engines["a"].publisher._is_registered)
+        await play(world, "replace a", "store a")
         (old,), new = world.replaced, world.engines["a"]
         await until(lambda: new.publisher._is_registered)
         old.publisher.renew_soon()

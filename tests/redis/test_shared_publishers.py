@@ -15,10 +15,13 @@ from tests.support.records import DESCRIPTION, LOAD
 from tests.support.waiting import until
 
 LEASE_S = 1.0
+LONG_S = 15.0  # a lease that does not expire when a process stands still for some seconds
 
 
 @asynccontextmanager
-async def published(redis: Redis, blocks: Sequence[int]) -> AsyncIterator[Publisher]:
+async def published(
+    redis: Redis, blocks: Sequence[int], *, lease_s: float = LEASE_S
+) -> AsyncIterator[Publisher]:
     """Run a process that knows these blocks of the engine; at the end it is killed."""
     publisher = Publisher(
         Index(redis, "m"),
@@ -26,7 +29,7 @@ async def published(redis: Redis, blocks: Sequence[int]) -> AsyncIterator[Publis
         replica_id="a",
         description=DESCRIPTION,
         load=lambda: LOAD,
-        lease_s=LEASE_S,
+        lease_s=lease_s,
         is_shared=True,
     )
     learn(publisher, blocks)
@@ -61,9 +64,9 @@ async def until_indexed(redis: Redis, blocks: set[int]) -> None:
 
 async def test_a_process_that_starts_later_waits_and_then_goes_on(empty_redis: Redis) -> None:
     async with AsyncExitStack() as life:
-        first = await life.enter_async_context(published(empty_redis, [1, 2]))
+        first = await life.enter_async_context(published(empty_redis, [1, 2], lease_s=LONG_S))
         await until_indexed(empty_redis, {1, 2})
-        async with published(empty_redis, [3]) as second:
+        async with published(empty_redis, [3], lease_s=LONG_S) as second:
             await until(lambda: second._is_standby)
             for publisher in (first, second):
                 learn(publisher, [4])

@@ -16,7 +16,7 @@ def targets(cluster: Cluster, role: str) -> dict[str, str]:
     Raises:
         requests.HTTPError: The request to the router failed.
     """
-    response = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10)
+    response = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=120)
     response.raise_for_status()
     chosen = [target for target in response.json() if target["labels"]["role"] == role]
     assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in chosen)
@@ -26,7 +26,7 @@ def targets(cluster: Cluster, role: str) -> dict[str, str]:
 
 def scrape(address: str) -> Counter[str]:
     """Return kvroute's metrics of a process. Keys have the form `kvroute_requests_total{ok}`."""
-    text = requests.get(f"http://{address}/metrics", timeout=10).text
+    text = requests.get(f"http://{address}/metrics", timeout=120).text
     samples = Counter[str]()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

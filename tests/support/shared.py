@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from tests.support.order import SHARED_CLUSTERS, fixtures_of
-from tests.support.serving import COMMAND, Cluster, start_cluster
+from tests.support.serving import COMMAND, STOP_S, Cluster, start_cluster
 
 stacks = {name: ExitStack() for name in SHARED_CLUSTERS}  # closing one stops the cluster
 
@@ -17,10 +17,11 @@ def shared_cluster(
     *args: str,
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = COMMAND,
+    stop_s: float = STOP_S,
 ) -> Iterator[Cluster]:
     """Start the shared cluster of this name. A session-scoped fixture yields from this."""
     with stacks[name] as stack:
-        cluster = start_cluster(*args, env=env, command=command)
+        cluster = start_cluster(*args, env=env, command=command, stop_s=stop_s)
         yield stack.enter_context(cluster)
 
 

@@ -83,8 +83,9 @@ def test_without_any_server_a_start_ends_at_its_timeout(
 
 
 def test_a_server_with_another_model_than_most_is_left_out(
-    servers: list[FakeServer], output: io.StringIO
+    servers: list[FakeServer], output: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(server_module, "QUESTION_S", 60.0)
     servers[0].start("other")
     servers[1].start()
     servers[2].start()

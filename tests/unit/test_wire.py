@@ -591,8 +591,8 @@ async def impostor(*messages: tuple[MessageKind, Any]) -> AsyncIterator[int]:
 
 
 async def test_a_peer_without_a_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas_end, "PROOF_S", 0.05)
     async with served(Engine()) as (server, (link,)):
+        monkeypatch.setattr(replicas_end, "PROOF_S", 0.05)
         reader, writer = await asyncio.open_connection(LOOPBACK, server.port)
         with contextlib.suppress(ConnectionError):
             while await asyncio.wait_for(reader.read(1000), 60):

@@ -118,7 +118,7 @@ def test_reminders_amid_a_session_of_claude_code_cost_no_cache(cluster: Cluster)
 def test_a_named_prefix_is_cached_at_the_first_request_of_every_replica(
     cluster: Cluster, task: str
 ) -> None:
-    shown = httpx.get(f"{cluster.url}/v1/prefixes/{task}", timeout=10).json()
+    shown = httpx.get(f"{cluster.url}/v1/prefixes/{task}", timeout=120).json()
     assert shown["full_blocks"] > 10
     found: dict[str, int] = {}  # replica to the cached tokens of the first request there
     for number in range(40):

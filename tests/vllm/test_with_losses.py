@@ -112,8 +112,9 @@ async def answers_with_a_killed_replica(cluster: Cluster, calls: int) -> list[st
     wait_for_fleet(cluster)
     pids = running_replicas(cluster)
     running = asyncio.create_task(answers(cluster, begun.__setitem__))
-    await until(lambda: len(begun) >= calls)
-    os.kill(pids[next(filter(None, reversed(begun.values())))], signal.SIGKILL)
+    await until(lambda: len(begun) >= calls, within_s=240)
+    latest = next(filter(None, reversed(begun.values())), min(pids))
+    os.kill(pids[latest], signal.SIGKILL)
     return await running
 
 
@@ -144,6 +145,6 @@ async def answer(client: httpx.AsyncClient, number: int, got: Callable[[int, str
 
 def running_replicas(cluster: Cluster) -> dict[str, int]:
     """Return the process id of each replica whose process exists."""
-    replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=120).json()["replicas"]
     pids = {replica["id"]: replica["pid"] for replica in replicas}
     return {replica: pid for replica, pid in pids.items() if psutil.pid_exists(pid)}
