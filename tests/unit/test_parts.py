@@ -240,7 +240,7 @@ def test_ctrl_c_ends_the_part_and_what_it_started(folder: Path) -> None:
     try:
         wait_until(lambda: waits.exists() and waits.read_text())
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert "interrupted" in output

@@ -168,7 +168,7 @@ def test_a_router_tokenises_without_torch(folder: str) -> None:
         "assert 'transformers' not in sys.modules; "
         f"Prompts({folder!r}); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 TEMPLATES = [
