@@ -159,7 +159,7 @@ class Dispatcher:
                 refuses the prompt.
         """
         stalled = set[str]()  # replicas that the request was taken back from
-        refused = set[str]()  # ranks that have refused it since it was last sent to all of them
+        refused = set[str]()  # ranks that refused it; all others are asked before them
         ticket = Ticket(self.control, context)
         while True:
             self._blamed.check(request)
