@@ -71,7 +71,7 @@ def _serve(
         check_own_redis(settings.redis_url, progress)
     model = _model(found, settings.redis_url or started_redis(settings, private, progress, running))
     port.close()
-    return uvloop.run(_run(found.settings, model, progress))
+    return uvloop.run(_run(found.settings, model, signals, progress))
 
 
 def _check(settings: ServeSettings) -> None:
@@ -107,11 +107,15 @@ def _model(found: Attached, redis_url: str) -> ModelSettings:
     return model
 
 
-async def _run(settings: ServeSettings, model: ModelSettings, progress: StartProgress) -> int:
+async def _run(
+    settings: ServeSettings, model: ModelSettings, signals: StopSignals, progress: StartProgress
+) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOPPING:
         loop.add_signal_handler(number, stop.set)
+    if signals.was_received:  # its exception was lost in native code
+        stop.set()
     stopping = asyncio.create_task(stop.wait(), name="stop")
     surroundings = OneProcess(settings.host, model.cluster)
     # The agents go on while the router ends, since its last answers need them.

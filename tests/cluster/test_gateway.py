@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +109,26 @@ def test_it_can_be_stopped_before_a_server_is_ready(servers: list[ScriptedServer
     with launched(servers[0].url, command=ATTACH) as starting:
         starting.wait_for("Redis")
         assert starting.stop() == 0
+
+
+def test_a_signal_whose_exception_was_lost_stops_it_too(servers: list[ScriptedServer]) -> None:
+    """Native code that a signal interrupts may drop the exception of the signal's handler."""
+    program = """
+import os, signal, sys
+from kvroute.cli import main
+from kvroute.gateway import start_gateway
+is_local_only = start_gateway.is_local_only
+def interrupted(settings):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        return is_local_only(settings)
+start_gateway.is_local_only = interrupted
+main()
+"""
+    command = (sys.executable, "-c", program, "attach")
+    with launched(servers[0].url, command=command) as starting:
+        assert starting.process.wait(60) == 0
 
 
 def test_a_restart_keeps_what_was_stored(servers: list[ScriptedServer], tmp_path: Path) -> None:

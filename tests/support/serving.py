@@ -81,7 +81,10 @@ class Cluster:
     def stop(self, number: signal.Signals = signal.SIGINT, *, within_s: float = STOP_S) -> int:
         """Stop the command, and return its exit code. Fails if one of its processes remains."""
         self.process.send_signal(number)
-        exit_code = self.process.wait(within_s)
+        try:
+            exit_code = self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it runs after {within_s:g} s:\n{self.output()}") from None
         assert_gone(self, within_s=within_s / 4)
         return exit_code
 
