@@ -114,7 +114,7 @@ async def _run(
     loop = asyncio.get_running_loop()
     for number in STOPPING:
         loop.add_signal_handler(number, stop.set)
-    if signals.was_received:  # its exception was lost in native code
+    if signals.was_received:  # native code has dropped the exception of its handler
         stop.set()
     stopping = asyncio.create_task(stop.wait(), name="stop")
     surroundings = OneProcess(settings.host, model.cluster)
